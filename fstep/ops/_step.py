@@ -1,0 +1,37 @@
+"""`step`: all phases, one under the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fstep.ops._build_meta import build_meta
+from fstep.ops._commit import commit
+from fstep.ops._forward import forward
+from fstep.ops._pad import pad
+from fstep.ops._prepare import prepare
+from fstep.ops._sample import sample
+from fstep.ops._schedule import schedule
+from fstep.state import KV, BatchState, Env, RowEvent, Sampled, SchedState, Schedule
+
+
+def step(
+    state: BatchState, sched: SchedState, env: Env, kv: KV
+) -> tuple[BatchState, SchedState, KV, Schedule, tuple[RowEvent, ...]]:
+    """One step of all requests: what comes after it, and what was scheduled and what happened in it.
+
+    Should it raise, the arguments are still good (the KV handle too, if the model was what raised).
+    """
+    todo, sched = schedule(sched, state)
+    state = prepare(state, todo)
+    state = pad(state)
+    state = build_meta(state)
+    state, kv = forward(state, env, kv)
+    state = sample(state, env)
+    state, events = commit(state, fetch(state, env))
+    return state, sched, kv, todo, events
+
+
+def fetch(state: BatchState, env: Env) -> Sampled:
+    """The sampled ids on the host, in one transfer."""
+    sampled: Any = state.need_step("fetch").need_sampled("fetch")
+    return Sampled(*env.device.get((sampled.token_ids, sampled.num_sampled, sampled.error)).wait())

@@ -1,0 +1,47 @@
+"""What is fixed for as long as an engine lives."""
+
+from __future__ import annotations
+
+import enum
+
+from attrs import frozen
+
+
+class Tail(enum.Enum):
+    """What a backend's kernels want in `query_start_loc` past the real rows."""
+
+    REPEAT = "repeat"  #: the token count again: padded rows have no tokens
+    CONTINUE = "continue"  #: the padded tokens are dealt to the padded rows, one each, the last takes what is left
+
+
+@frozen
+class KVGroup:
+    """Layers that share one block table."""
+
+    num_blocks: int  #: with the null block 0, which is never allocated
+    block_size: int  #: tokens
+    layers: tuple[int, ...] = ()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens of one request."""
+        return -(-num_tokens // self.block_size)
+
+
+@frozen(order=True)
+class BatchDescriptor:
+    """A shape that steps are padded to; the same value chooses a graph at capture and at dispatch."""
+
+    num_tokens: int
+    num_reqs: int
+
+
+@frozen
+class Plan:
+    """The limits and shapes of an engine; hashable."""
+
+    vocab_size: int
+    max_model_len: int  #: tokens of one request, prompt and output
+    groups: tuple[KVGroup, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    capture: tuple[BatchDescriptor, ...] = ()  #: ascending; empty: nothing is padded
+    tail: Tail = Tail.REPEAT

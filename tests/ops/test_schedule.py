@@ -1,0 +1,192 @@
+"""The scheduler, step by step, and what is refused on arrival."""
+
+import numpy as np
+import pytest
+
+from fstep import ops
+from fstep.state import (
+    BatchState,
+    BlockPool,
+    FinishReason,
+    KVGroup,
+    NewRequest,
+    Plan,
+    RequestError,
+    Sampled,
+    SamplingParams,
+    SchedLimits,
+    SchedState,
+    i32,
+)
+from tests.ops.conftest import new
+
+
+class Run:
+    """A scheduler over rows that always draw token 7."""
+
+    def __init__(self, num_blocks, block_size=4, max_model_len=64, **limits):
+        plan = Plan(100, max_model_len, (KVGroup(num_blocks + 1, block_size),))
+        self.state, self.sched = BatchState.empty(plan), SchedState.empty(plan, SchedLimits(**limits))
+
+    def add(self, name, length, max_tokens=4):
+        request = new(name, length, SamplingParams(temperature=0, max_tokens=max_tokens))
+        self.sched = ops.add(self.sched, self.state, request)
+
+    def step(self):
+        schedule, self.sched = ops.schedule(self.sched, self.state)
+        self.state = ops.prepare(self.state, schedule)
+        size = len(schedule.request_ids)
+        sampled = Sampled(np.full((size, 1), 7, np.int32), np.ones(size, np.int32), np.zeros(size, np.int32))
+        self.state, _ = ops.commit(self.state, sampled)
+        return schedule
+
+    def counts(self):
+        schedule = self.step()
+        return dict(zip(schedule.request_ids, schedule.num_scheduled_tokens.tolist(), strict=True))
+
+
+def test_prompts_are_cut_to_the_budget_and_to_the_threshold():
+    run = Run(99, max_num_batched_tokens=8, long_prefill_token_threshold=5)
+    run.add("a", 9)
+    run.add("b", 9)
+    assert [run.counts() for _ in range(4)] == [
+        {"a": 5, "b": 3},
+        {"a": 4, "b": 4},
+        {"a": 1, "b": 2},
+        {"a": 1, "b": 1},
+    ]
+
+
+def test_places_are_limited():
+    run = Run(99, max_num_seqs=2)
+    for name in "abc":
+        run.add(name, 1, max_tokens=1)
+    assert [list(run.counts()) for _ in range(3)] == [["a", "b"], ["c"], []]
+
+
+def test_the_last_admitted_gives_way_and_nobody_comes_in_that_step():
+    run = Run(4)
+    run.add("a", 8)
+    run.add("b", 4)
+    run.add("c", 1)
+    steps = [run.step() for _ in range(6)]
+    assert [each.preempted for each in steps] == [(), ("b", "c"), (), (), (), ()]
+    assert [each.request_ids for each in steps] == [
+        ("a", "b", "c"),
+        *[("a",)] * 3,
+        *[("b", "c")] * 2,
+    ]
+    assert steps[4].num_scheduled_tokens.tolist() == [5, 2]
+
+
+def test_the_head_of_the_queue_waits_for_room_and_is_not_overtaken():
+    run = Run(8)
+    run.add("a", 20, max_tokens=12)
+    run.step()
+    run.add("b", 16)
+    run.add("c", 3, max_tokens=1)
+    seen = [run.step() for _ in range(12)]
+    first = next(index for index, each in enumerate(seen) if "b" in each.request_ids)
+    assert all("c" not in each.request_ids for each in seen[:first])
+    assert "a" in [each.request_id for each in seen[first].finished]
+
+
+def test_when_all_is_done_nothing_is_held():
+    run = Run(4)
+    for name in "abc":
+        run.add(name, 6)
+    while ops.has_work(run.sched, run.state):
+        run.step()
+    assert run.sched.pools[0].num_free == 4
+    assert run.sched.running == run.sched.preempted == run.sched.waiting == ()
+    assert not run.state.rows.phase.any()
+
+
+def test_abort_wherever_it_is():
+    run = Run(4, max_num_seqs=1)
+    run.add("runs", 4)
+    run.add("waits", 4)
+    run.step()
+    run.sched = ops.abort(run.sched, run.state, "waits")
+    assert run.sched.waiting == ()
+    run.sched = ops.abort(run.sched, run.state, "runs", FinishReason.STOP)
+    run.sched = ops.abort(run.sched, run.state, "runs")
+    run.sched = ops.abort(run.sched, run.state, "never was")
+    assert [(each.request_id, each.reason) for each in run.step().finished] == [("runs", "stop")]
+    assert run.sched.pools[0].num_free == 4
+
+
+def test_an_id_can_be_used_again_only_after_its_end():
+    run = Run(4)
+    run.add("x", 3)
+    with pytest.raises(RequestError, match=r"request 'x': request_id='x': is in use"):
+        run.add("x", 3)
+    run.step()
+    with pytest.raises(RequestError, match="is in use"):
+        run.add("x", 3)
+    run.sched = ops.abort(run.sched, run.state, "x")
+    run.step()
+    run.add("x", 3)
+    assert run.counts() == {"x": 3}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, r"prompt_token_ids=\[\]: must hold at least one token"),
+        ([1, 2, 100], {}, r"prompt_token_ids\[2\]=100: must lie in the vocabulary, 0 to 99"),
+        (list(range(32)), {}, r"prompt length=32: must leave room for one token within max_model_len=32"),
+        ([1], {"stop_token_ids": [100]}, r"stop_token_ids=100: must lie in the vocabulary, 0 to 99"),
+        ([1] * 9, {"max_tokens": None}, r"prompt length \+ max_tokens=32: needs 8 KV blocks of 4 tokens, .* 3 to give"),
+        ([1] * 9, {"max_tokens": 5}, r"prompt length \+ max_tokens=14: needs 4 KV blocks"),
+    ],
+)
+def test_what_could_never_be_served_is_refused_on_arrival(prompt, params, message):
+    run = Run(3, max_model_len=32)
+    request = NewRequest("bad", prompt, SamplingParams(temperature=0, **{"max_tokens": 2, **params}))
+    with pytest.raises(RequestError, match=rf"^request 'bad': {message}"):
+        ops.add(run.sched, run.state, request)
+
+
+def test_the_longest_request_that_fits_alone_ends():
+    run = Run(3, max_model_len=32)
+    run.add("a", 9, max_tokens=4)  # 13 tokens, of which the last is never computed
+    while ops.has_work(run.sched, run.state):
+        run.step()
+    assert run.sched.pools[0].num_free == 3
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, 2.0], [1, "2"], [True], [[1, 2]], "text", 7, None, np.array([1.0]), np.array([[1]])]
+)
+def test_a_prompt_that_is_no_flat_list_of_ids(prompt):
+    with pytest.raises(RequestError, match=r"prompt_token_ids=.*: must be a flat list of token ids"):
+        NewRequest("bad", prompt)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.uint64, np.int8])
+def test_arrays_of_any_integers_are_prompts(dtype):
+    assert NewRequest("good", np.array([1, 2], dtype)).prompt_token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 2**40, 2**64 - 1])
+def test_an_id_past_every_vocabulary(value):
+    with pytest.raises(RequestError, match=rf"prompt_token_ids\[1\]={value}: must lie in the vocabulary"):
+        NewRequest("bad", [1, value])
+
+
+@pytest.mark.parametrize("blocks", [[1, 1], [0], [9], [1, 2, 3]])
+def test_a_block_that_was_not_taken_cant_be_given_back(blocks):
+    taken, pool = BlockPool.full(9).take(2)
+    with pytest.raises(ValueError, match="each must be one that was taken, once"):
+        pool.give(i32(blocks))
+    assert pool.give(taken).num_free == 8
+
+
+def test_blocks_come_back_in_the_order_in_which_they_were_given():
+    taken, pool = BlockPool.full(5).take(3)
+    pool = pool.give(taken[::-1].copy())
+    for _ in range(50):
+        taken, pool = pool.take(2)
+        pool = pool.give(taken)
+    assert sorted(pool.free.tolist()) == [1, 2, 3, 4]
