@@ -1,4 +1,4 @@
-"""`sample`: filters against a plain reference, noise that belongs to (seed, position, id), and rows that can't be drawn from."""
+"""`sample`: filters against a plain reference, noise that belongs to (seed, position, id), rows that can't be drawn."""
 
 import math
 
