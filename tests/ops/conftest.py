@@ -12,8 +12,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 class Batch:
     """Steps with given tokens instead of a model's: `new` admits, `run` schedules, `got` commits."""
 
-    def __init__(self, num_blocks=32, block_size=4, **plan):
-        self.plan = Plan(100, plan.pop("max_model_len", 64), (KVGroup(num_blocks, block_size),), **plan)
+    def __init__(self, num_blocks=32, block_size=4, vocab_size=100, max_model_len=64, **plan):
+        self.plan = Plan(vocab_size, max_model_len, (KVGroup(num_blocks, block_size),), **plan)
         self.state = BatchState.empty(self.plan, rows=2)
 
     def schedule(self, counts, blocks, **parts):

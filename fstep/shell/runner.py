@@ -1,0 +1,75 @@
+"""`Runner`: the step driven over requests of token ids. It holds the newest values; every decision is made in `ops`."""
+
+from __future__ import annotations
+
+import secrets
+
+from attrs import evolve, frozen
+
+from fstep import ops
+from fstep.state import (
+    KV,
+    BatchState,
+    Env,
+    FinishReason,
+    NewRequest,
+    Plan,
+    RowEvent,
+    SchedLimits,
+    SchedState,
+    Schedule,
+)
+
+
+@frozen(eq=False)
+class StepReport:
+    """What one step did."""
+
+    schedule: Schedule
+    events: tuple[RowEvent, ...]
+    state: BatchState  #: after the step
+
+
+class Runner:
+    """A model over a KV cache, and the requests that share it.
+
+    `state`, `sched` and `kv` are values, and may be read, kept or replaced between steps (all three together). If a
+    step raises, they are what they were before it, and the step can be tried again.
+    """
+
+    def __init__(self, env: Env, plan: Plan, limits: SchedLimits, kv: KV) -> None:
+        self.env = env
+        self.kv = kv
+        self.state = BatchState.empty(plan, kv.line, kv.epoch)
+        self.sched = SchedState.empty(plan, limits)
+
+    def add(self, request: NewRequest) -> NewRequest:
+        """Queues a request, with a seed if it has none, and returns it as queued.
+
+        Raises `RequestError` naming the request, the field, the value and the limit.
+        """
+        if request.sampling.seed is None:
+            request = evolve(request, sampling=evolve(request.sampling, seed=secrets.randbits(63)))
+        self.sched = ops.add(self.sched, self.state, request)
+        return request
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request, wherever it is; an id that is not in use changes nothing."""
+        self.sched = ops.abort(self.sched, self.state, request_id, reason)
+        self._retire()
+
+    def has_unfinished(self) -> bool:
+        return ops.has_work(self.sched, self.state)
+
+    def step(self) -> StepReport:
+        """One step of all requests."""
+        self.state, self.sched, self.kv, schedule, events = ops.step(self.state, self.sched, self.env, self.kv)
+        report = StepReport(schedule, events, self.state)
+        self._retire()
+        return report
+
+    def _retire(self) -> None:
+        """When nothing is left to compute, no further step would give back what the ended requests hold."""
+        if ops.has_work(self.sched, self.state) and not ops.has_unended(self.sched, self.state):
+            schedule, sched = ops.schedule(self.sched, self.state)
+            self.state, self.sched = ops.prepare(self.state, schedule).detach(), sched
