@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Any
 from fstep.state import BatchState, NewRequest, Plan, RequestError, SamplingParams, SchedLimits, SchedState, Schedule
 
 if TYPE_CHECKING:
+    from fstep.models.demo import demo_model
     from fstep.shell import CacheConfig, Engine, RequestOutput, Runner
 
 __version__ = "0.1.0"
-_NEED_TORCH = MappingProxyType(dict.fromkeys(("CacheConfig", "Engine", "RequestOutput", "Runner"), "fstep.shell"))
+_LATER = MappingProxyType(
+    {
+        "demo_model": "fstep.models.demo",
+        **dict.fromkeys(("CacheConfig", "Engine", "RequestOutput", "Runner"), "fstep.shell"),
+    }
+)
 
 
 def __getattr__(name: str) -> Any:
-    """What imports torch, when it is first asked for."""
-    if name not in _NEED_TORCH:
+    """What needs torch or a checkpoint, imported when it is first asked for."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NEED_TORCH[name]), name)
+    return getattr(import_module(_LATER[name]), name)
 
 
 __all__ = [
@@ -33,4 +39,5 @@ __all__ = [
     "SchedLimits",
     "SchedState",
     "Schedule",
+    "demo_model",
 ]

@@ -37,7 +37,7 @@ class Tokenizer:
     Text that isn't well-formed is repaired before it is encoded (`well_formed`).
     """
 
-    backend: Backend
+    backend: Backend = field(repr=False)
     bos_token: str | None = None
     eos_token: str | None = None
     chat_template: str | None = field(default=None, repr=False)
@@ -174,7 +174,10 @@ def _chat_template(folder: Path, fields: Fields) -> str | None:
     """The template of a file of its own, else that of tokenizer_config.json; of several, the one named "default"."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{path}: isn't UTF-8") from None
     value = fields.values.get("chat_template")
     if isinstance(value, list):
         named = {each.get("name"): each.get("template") for each in cast("list[dict[str, object]]", value)}
