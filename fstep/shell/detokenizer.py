@@ -89,6 +89,7 @@ class Detokenizer:
         self._out: list[str] = []
         self._held = ""  # text that isn't out yet
         self._length = 0  # characters that are out
+        self._settled = 0  # characters up to the last id that ended a character; what follows waits as a whole
         self._starts: deque[int] = deque()  # where the text of each id begins that isn't out yet
         self._num_out = 0  # ids whose text is out, at least its beginning
         self._ended = False
@@ -110,8 +111,9 @@ class Detokenizer:
             if self._ended:
                 break
             self._take(token_id)
-        # an id that ends inside a character waits for the rest of it as a whole, as it does everywhere else
-        return "" if self._bytes and not self._ended else self._emit(len(self._held) - self._waiting())
+        if self._ended:
+            return self._emit(len(self._held))
+        return self._emit(min(len(self._held) - self._waiting(), self._settled - self._length))
 
     def flush(self) -> str:
         """The text that was still held back, when the request has ended: what isn't a whole character is U+FFFD."""
@@ -129,6 +131,8 @@ class Detokenizer:
         pieces = self._bytes + self._tokenizer.piece(token_id, self._skip)
         text, self._bytes = self._tokenizer.pieces.text_of(pieces, final=False)
         self._append(text)
+        if not self._bytes:
+            self._settled = self._length + len(self._held)
 
     def _append(self, text: str) -> None:
         text, self._strip = strip_start(text, self._strip)
@@ -143,7 +147,7 @@ class Detokenizer:
         self._ended, self._bytes = True, b""
 
     def _waiting(self) -> int:
-        return 0 if self._ended or self._include else self._stop.held
+        return 0 if self._include else self._stop.held
 
     def _emit(self, count: int) -> str:
         delta, self._held = self._held[:count], self._held[count:]

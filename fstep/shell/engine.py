@@ -73,7 +73,6 @@ class _Live:
     """A request that has not ended: its output so far, and the text that is not out yet."""
 
     output: RequestOutput
-    params: SamplingParams
     detokenizer: Detokenizer | None
 
 
@@ -158,7 +157,7 @@ class Engine:
             raise error.of(name) from None
         prompt_ids = tuple(request.prompt_token_ids.tolist())
         output = RequestOutput(name, text, prompt_ids, seed=request.sampling.seed)
-        self._live[name] = _Live(output, params, self._detokenizer(params))
+        self._live[name] = _Live(output, self._detokenizer(params, prompt_ids))
         self.figures = evolve(self.figures, prompt_tokens=self.figures.prompt_tokens + len(prompt_ids))
         return name
 
@@ -250,8 +249,10 @@ class Engine:
             raise RequestError("prompt", text, "the checkpoint has no tokenizer: give token ids")
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer, params.stop)
+    def _detokenizer(self, params: SamplingParams, prompt: tuple[int, ...]) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, params.stop, prompt_token_ids=prompt)
 
     def _moved(self, event: RowEvent) -> RequestOutput:
         """A request with the tokens of an event; one that met a stop string ends here."""
