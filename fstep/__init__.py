@@ -4,17 +4,27 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fstep.state import BatchState, NewRequest, Plan, RequestError, SamplingParams, SchedLimits, SchedState, Schedule
+from fstep.state import (
+    BatchState,
+    CacheConfig,
+    NewRequest,
+    Plan,
+    RequestError,
+    SamplingParams,
+    SchedLimits,
+    SchedState,
+    Schedule,
+)
 
 if TYPE_CHECKING:
     from fstep.models.demo import demo_model
-    from fstep.shell import CacheConfig, Engine, RequestOutput, Runner
+    from fstep.shell import Engine, RequestOutput, Runner
 
 __version__ = "0.1.0"
 _LATER = MappingProxyType(
     {
         "demo_model": "fstep.models.demo",
-        **dict.fromkeys(("CacheConfig", "Engine", "RequestOutput", "Runner"), "fstep.shell"),
+        **dict.fromkeys(("Engine", "RequestOutput", "Runner"), "fstep.shell"),
     }
 )
 

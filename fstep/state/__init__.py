@@ -16,7 +16,7 @@ from fstep.state.errors import (
     StaleStateError,
 )
 from fstep.state.logs import Log
-from fstep.state.plan import BatchDescriptor, KVGroup, Plan, Tail
+from fstep.state.plan import BatchDescriptor, CacheConfig, KVGroup, Plan, Tail
 from fstep.state.protocols import (
     KV,
     AttentionSpec,
@@ -50,6 +50,7 @@ __all__ = [
     "BatchState",
     "BlockPool",
     "Bool",
+    "CacheConfig",
     "CheckpointError",
     "ConfigError",
     "Device",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import enum
 
-from attrs import frozen
+from attrs import field, frozen
+
+from fstep.state.errors import ConfigError
+
+
+def about(text: str) -> dict[str, str]:
+    """Metadata of a field: what `fstep generate --help` says of it."""
+    return {"help": text}
 
 
 class Tail(enum.Enum):
@@ -45,3 +52,22 @@ class Plan:
     eos_token_ids: tuple[int, ...] = ()
     capture: tuple[BatchDescriptor, ...] = ()  #: ascending; empty: nothing is padded
     tail: Tail = Tail.REPEAT
+
+
+@frozen
+class CacheConfig:
+    """The size of the KV cache and of what lies in it."""
+
+    block_size: int = field(default=16, metadata=about("tokens of a KV block"))
+    num_blocks: int | None = field(
+        default=None, metadata=about("KV blocks to share; by default a quarter of the free memory, at most 2 GiB")
+    )
+    max_model_len: int | None = field(
+        default=None, metadata=about("most tokens of a request, prompt and output; by default the model's own limit")
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name, value, "must be at least 1")

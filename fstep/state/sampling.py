@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fstep.state.arrays import F32, I32, U64, frozen_array
 from fstep.state.errors import RequestError
+from fstep.state.plan import about
 
 GREEDY_BELOW = 1e-5  #: a temperature under this is greedy, as in vLLM
 MAX_SEED = 2**64 - 1
@@ -115,10 +116,6 @@ def _ignore_eos(value: object) -> bool:
     return value
 
 
-def _about(text: str) -> dict[str, str]:
-    return {"help": text}
-
-
 @frozen
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. The names are those of vLLM's `SamplingParams`.
@@ -127,27 +124,27 @@ class SamplingParams:
     """
 
     temperature: float = field(
-        default=1.0, converter=_temperature, metadata=_about("0 is greedy; higher is more random")
+        default=1.0, converter=_temperature, metadata=about("0 is greedy; higher is more random")
     )
     top_p: float = field(
-        default=1.0, converter=_top_p, metadata=_about("keep the most probable tokens that together reach this")
+        default=1.0, converter=_top_p, metadata=about("keep the most probable tokens that together reach this")
     )
-    top_k: int = field(default=0, converter=_top_k, metadata=_about("keep this many most probable tokens; 0 is all"))
+    top_k: int = field(default=0, converter=_top_k, metadata=about("keep this many most probable tokens; 0 is all"))
     min_p: float = field(
-        default=0.0, converter=_min_p, metadata=_about("drop tokens less probable than this share of the best one")
+        default=0.0, converter=_min_p, metadata=about("drop tokens less probable than this share of the best one")
     )
     seed: int | None = field(
-        default=None, converter=_seed, metadata=_about("key of the request's noise; one is chosen if none is given")
+        default=None, converter=_seed, metadata=about("key of the request's noise; one is chosen if none is given")
     )
-    max_tokens: int | None = field(default=16, converter=_max_tokens, metadata=_about("most tokens to generate"))
+    max_tokens: int | None = field(default=16, converter=_max_tokens, metadata=about("most tokens to generate"))
     stop: tuple[str, ...] = field(
-        default=(), converter=_stop, metadata=_about("end before this text; may be given several times")
+        default=(), converter=_stop, metadata=about("end before this text; may be given several times")
     )
     stop_token_ids: tuple[int, ...] = field(
-        default=(), converter=_stop_token_ids, metadata=_about("end with this token; may be given several times")
+        default=(), converter=_stop_token_ids, metadata=about("end with this token; may be given several times")
     )
     ignore_eos: bool = field(
-        default=False, converter=_ignore_eos, metadata=_about("go on after the model's own end token")
+        default=False, converter=_ignore_eos, metadata=about("go on after the model's own end token")
     )
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fstep.state.arrays import EMPTY, I32, Intp, Ragged, frozen_array, i32
 from fstep.state.errors import ConfigError, RequestError
 from fstep.state.logs import Log
-from fstep.state.plan import Plan
+from fstep.state.plan import Plan, about
 from fstep.state.rows import FinishReason
 from fstep.state.sampling import SamplingParams
 
@@ -93,10 +93,10 @@ class Schedule:
 class SchedLimits:
     """How much a step may hold."""
 
-    max_num_seqs: int = field(default=256, metadata={"help": "most requests in a step"})
-    max_num_batched_tokens: int = field(default=2048, metadata={"help": "most tokens in a step"})
+    max_num_seqs: int = field(default=256, metadata=about("most requests in a step"))
+    max_num_batched_tokens: int = field(default=2048, metadata=about("most tokens in a step"))
     long_prefill_token_threshold: int = field(
-        default=0, metadata={"help": "most tokens of one request in a step; 0 is no limit"}
+        default=0, metadata=about("most tokens of one request in a step; 0 is no limit")
     )
 
     def __attrs_post_init__(self) -> None:
@@ -147,7 +147,7 @@ class BlockPool:
         """
         if len(blocks) == 0:
             return self
-        inside = 1 <= int(blocks.min()) and int(blocks.max()) < self.num_blocks
+        inside = int(blocks.min()) >= 1 and int(blocks.max()) < self.num_blocks
         if not inside or len(blocks) + self.num_free >= self.num_blocks or _repeats(blocks):
             raise ValueError(f"blocks {blocks.tolist()} given back to {self!r}: each must be one that was taken, once")
         if self.head >= self.num_blocks:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fstep.models.checkpoint import load_checkpoint
-from fstep.shell import CacheConfig, CpuDevice, Engine
-from fstep.state import SamplingParams, SchedLimits
+from fstep.shell import CpuDevice, Engine
+from fstep.state import CacheConfig, SamplingParams, SchedLimits
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MARGIN = 1e-3  # four times the tolerance of a logit

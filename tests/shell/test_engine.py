@@ -6,8 +6,8 @@ from attrs import evolve
 
 from fstep import demo_model, ops
 from fstep.models.checkpoint import Checkpoint
-from fstep.shell import CacheConfig, CpuDevice, Engine
-from fstep.state import ConfigError, FinishReason, RequestError, SamplingParams, SchedLimits
+from fstep.shell import CpuDevice, Engine
+from fstep.state import CacheConfig, ConfigError, FinishReason, RequestError, SamplingParams, SchedLimits
 from fstep.testing.toy import ToyTransformer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

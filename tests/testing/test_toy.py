@@ -2,8 +2,8 @@
 
 import torch
 
-from fstep.shell import CacheConfig, CpuDevice, Runner, new_kv, plan_for
-from fstep.state import Env, NewRequest, SamplingParams, SchedLimits
+from fstep.shell import CpuDevice, Runner, new_kv, plan_for
+from fstep.state import CacheConfig, Env, NewRequest, SamplingParams, SchedLimits
 from fstep.testing.toy import ToyTransformer
 
 

@@ -1,8 +1,8 @@
 """How many blocks a cache has."""
 
-from fstep.shell import CacheConfig, plan_for
-from fstep.shell.config import KV_MEMORY_MOST, bytes_per_block
-from fstep.state import SchedLimits
+from fstep.shell import plan_for
+from fstep.shell.sizing import KV_MEMORY_MOST, bytes_per_block
+from fstep.state import CacheConfig, SchedLimits
 from fstep.testing.toy import ToyTransformer
 
 MODEL = ToyTransformer(max_model_len=100)

@@ -1,38 +1,13 @@
-"""The settings of an engine, and what follows from them and a model."""
+"""The plan that follows from a model and an engine's settings."""
 
 from __future__ import annotations
 
 import os
 
-from attrs import field, frozen
-
-from fstep.state import BatchDescriptor, ConfigError, KVGroup, Model, Plan, SchedLimits
+from fstep.state import BatchDescriptor, CacheConfig, ConfigError, KVGroup, Model, Plan, SchedLimits
 
 KV_MEMORY_SHARE = 0.25  #: of the memory that is free, at most, unless `num_blocks` says otherwise
 KV_MEMORY_MOST = 2 << 30  #: bytes, likewise
-
-
-def _about(text: str) -> dict[str, str]:
-    return {"help": text}
-
-
-@frozen
-class CacheConfig:
-    """The size of the KV cache and of what lies in it."""
-
-    block_size: int = field(default=16, metadata=_about("tokens of a KV block"))
-    num_blocks: int | None = field(
-        default=None, metadata=_about("KV blocks to share; by default a quarter of the free memory, at most 2 GiB")
-    )
-    max_model_len: int | None = field(
-        default=None, metadata=_about("most tokens of a request, prompt and output; by default the model's own limit")
-    )
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(name, value, "must be at least 1")
 
 
 def plan_for(
