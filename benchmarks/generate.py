@@ -1,11 +1,10 @@
-"""fstep against transformers: the same prompts, the same tokens, float32, in one run.
+"""Tokens a second of a whole generation, beside transformers: its `generate`, and its continuous `generate_batch`.
 
-32 prompts of 64 random token ids, 64 new tokens each, greedy, 2 threads, the whole run with prefill; and 1 request. The
-peers are transformers' batched `generate` and its continuous `generate_batch`, on a model with the very parameters that
-fstep runs on. Rounds are interleaved; a cell is the median. Two float32 engines may part where the two best logits of a
-position lie close; where they do is printed.
-
-@@TABLE@@
+The same prompts of 64 seeded random ids each go through all three, 64 new tokens a prompt, greedy, in float32 on two
+threads, one request and 32; the rounds are interleaved, and the medians make the ratios. `--quick` has shorter
+prompts and outputs in the same proportion. transformers gets the same parameters: it reads a folder that is
+written from what fstep has loaded. The tokens must be equal; where the two part, the gap between the two best logits
+says whether it is rounding.
 """
 
 from __future__ import annotations
@@ -14,177 +13,244 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from attrs import field, frozen
 
 from fstep import Engine, SamplingParams, demo_model
+from fstep.models.dense import DenseConfig
 
-PROMPT_LEN, THREADS, SIZES = 64, 2, (1, 32)
-PEERS = ("generate", "generate_batch")
-Run = Callable[[list[list[int]], int], list[list[int]]]
-
-
-def prompts(vocab_size: int, count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(0, vocab_size, (count, PROMPT_LEN)).tolist()
+Tokens = list[tuple[int, ...]]
+Way = Callable[[list[list[int]], int], Tokens]
 
 
-def fstep(engine: Engine) -> Run:
-    def run(batch: list[list[int]], new_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        return [list(output.token_ids) for output in engine.generate(batch, params)]
+@frozen
+class Run:
+    """One generation, timed."""
 
-    return run
+    way: str
+    requests: int
+    round: int
+    seconds: float
+    tokens: int
+    tokens_per_second: float = field(init=False)
 
-
-def peers(engine: Engine) -> dict[str, Run]:
-    """Transformers' two ways, over a Llama with the engine's parameters."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model = _llama(engine, transformers)
-
-    def config(new_tokens: int) -> Any:
-        return transformers.GenerationConfig(
-            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=None
-        )
-
-    def generate(batch: list[list[int]], new_tokens: int) -> list[list[int]]:
-        ids = torch.tensor(batch)
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config(new_tokens))
-        return made[:, PROMPT_LEN:].tolist()
-
-    def generate_batch(batch: list[list[int]], new_tokens: int) -> list[list[int]]:
-        made = model.generate_batch(batch, generation_config=config(new_tokens), progress_bar=False)
-        by_prompt = {tuple(each.prompt_ids): each.generated_tokens for each in made.values()}
-        return [by_prompt[tuple(prompt)] for prompt in batch]
-
-    return {"generate": generate, "generate_batch": generate_batch}
-
-
-def _llama(engine: Engine, transformers: Any) -> Any:
-    config, params = engine.env.model.config, engine.env.params
-    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=width,
-            max_position_embeddings=config.max_model_len,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
-    ).eval()
-    tensors = {"model.embed_tokens.weight": params["embed_tokens"], "model.norm.weight": params["norm"]}
-    tensors["lm_head.weight"] = params.get("lm_head", params["embed_tokens"])
-    for number, layer in enumerate(params["layers"]):
-        qkv = layer["qkv_proj"]["weight"].split([heads * width, kv_heads * width, kv_heads * width])
-        gate_up = layer["gate_up_proj"]["weight"].chunk(2)
-        named = dict(zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv, strict=True))
-        named |= dict(zip(("mlp.gate_proj", "mlp.up_proj"), gate_up, strict=True))
-        named |= {"self_attn.o_proj": layer["o_proj"]["weight"], "mlp.down_proj": layer["down_proj"]["weight"]}
-        named |= {name: layer[name] for name in ("input_layernorm", "post_attention_layernorm")}
-        tensors |= {f"model.layers.{number}.{name}.weight": tensor for name, tensor in named.items()}
-    model.load_state_dict(tensors)
-    return model
-
-
-def measure(runs: dict[str, Run], vocab_size: int, sizes: tuple[int, ...], new_tokens: int, rounds: int) -> dict[Any, Any]:
-    """Seconds of every run by (size, name), and the tokens of the last one."""
-    seconds: dict[Any, list[float]] = defaultdict(list)
-    tokens: dict[Any, list[list[int]]] = {}
-    for number in range(rounds):
-        for size in sizes:
-            batch = prompts(vocab_size, size)
-            for name, run in runs.items():
-                sys.stderr.write(f"\rround {number + 1} of {rounds}: {size} requests, {name}            ")
-                began = time.perf_counter()
-                tokens[size, name] = run(batch, new_tokens)
-                seconds[size, name].append(time.perf_counter() - began)
-    sys.stderr.write("\r" + " " * 60 + "\r")
-    return {"seconds": seconds, "tokens": tokens}
-
-
-def parted(ours: list[list[int]], theirs: list[list[int]]) -> list[tuple[int, int]]:
-    """Where two runs first differ: (request, token)."""
-    places = []
-    for row, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a != b:
-            places.append((row, next(i for i in range(len(a)) if a[: i + 1] != b[: i + 1])))
-    return places
-
-
-def gap(engine: Engine, prompt: list[int], output: list[int], at: int) -> float:
-    """How far the two best logits lie apart at the token where two runs part."""
-    from fstep import NewRequest, ops
-
-    kv = engine.kv.clone()
-    state, sched = ops.adopt(engine.state, kv), engine.sched
-    request = NewRequest("again", prompt + output[:at], SamplingParams(temperature=0, max_tokens=1))
-    todo, _ = ops.schedule(ops.add(sched, state, request), state)
-    state, _ = ops.forward(ops.build_meta(ops.pad(ops.prepare(state, todo))), engine.env, kv)
-    best = state.step.output.logits[0].topk(2).values
-    return float(best[0] - best[1])
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "tokens_per_second", self.tokens / self.seconds)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, metavar="PATH", help="a Llama-like checkpoint (the demo model)")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each request (64)")
-    parser.add_argument("--quick", action="store_true", help="one round of 16 new tokens")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    options = parser.parse_args(argv)
-    rounds, new_tokens = (1, 16) if options.quick else (options.rounds, options.new_tokens)
+    options = _parser().parse_args(argv)
+    torch.set_num_threads(options.threads)
+    prompt_len, new_tokens, rounds = (24, 24, 1) if options.quick else (64, 64, options.rounds)
+    path = options.model or demo_model()
+    engine = Engine.from_pretrained(path)
+    model = _transformers_model(path, engine)
+    if model is None:
+        print("this benchmark compares with transformers: pip install transformers safetensors", file=sys.stderr)
+        return 1
+    ways = {"fstep": _fstep(engine), "generate": _generate(model), "generate_batch": _generate_batch(model)}
+    prompts = np.random.default_rng(0).integers(0, engine.env.model.vocab_size, (max(options.requests), prompt_len))
+    runs, tokens = _measure(ways, prompts.tolist(), options.requests, new_tokens, rounds)
 
-    torch.set_num_threads(THREADS)
-    engine = Engine.from_pretrained(options.model or demo_model(), num_blocks=512)
-    runs = {"fstep": fstep(engine), **peers(engine)}
-    with torch.no_grad():
-        for run in runs.values():  # what is set up at first use is not counted
-            run(prompts(engine.env.model.vocab_size, 2), 2)
-        measured = measure(runs, engine.env.model.vocab_size, SIZES, new_tokens, rounds)
-    rates = {
-        (size, name): size * new_tokens / statistics.median(measured["seconds"][size, name])
-        for size in SIZES
-        for name in runs
-    }
-    ratio = {size: rates[size, "fstep"] / max(rates[size, name] for name in PEERS) for size in SIZES}
-
-    print(f"{PROMPT_LEN} + {new_tokens} tokens, greedy, float32, {THREADS} threads; tokens per second, medians of {rounds}")
-    print(f"{'requests':>8}" + "".join(f"{name:>16}" for name in runs) + f"{'ratio to better':>18}")
-    for size in SIZES:
-        print(f"{size:>8}" + "".join(f"{rates[size, name]:>16.1f}" for name in runs) + f"{ratio[size]:>17.2f}x")
-    for size in SIZES:
-        batch, ours = prompts(engine.env.model.vocab_size, size), measured["tokens"][size, "fstep"]
-        for name in PEERS:
-            places = parted(ours, measured["tokens"][size, name])
-            where = "".join(
-                f"; request {row} parts at {at}, gap {gap(engine, batch[row], ours[row], at):.1e}" for row, at in places
-            )
-            print(f"{size} requests, fstep and {name}: {size - len(places)} of {size} equal{where}")
+    print(f"{prompt_len} prompt tokens, {new_tokens} new, float32, {options.threads} threads, {rounds} rounds")
+    figures = {n: _tokens_per_second(runs, n) for n in options.requests}
+    _print_table(figures)
+    agree = {way: _differences(model, prompts.tolist(), tokens["fstep"], tokens[way]) for way in list(ways)[1:]}
+    for way, differences in agree.items():
+        print(f"tokens of {way}: " + ("; ".join(differences) if differences else "all equal"))
     if options.json:
-        options.json.write_text(json.dumps(_as_json(rates, ratio, measured["seconds"]), indent=1) + "\n")
+        options.json.write_text(json.dumps(_as_json(runs, figures, agree), indent=1) + "\n")
     return 0
 
 
-def _as_json(rates: dict[Any, float], ratio: dict[int, float], seconds: dict[Any, list[float]]) -> dict[str, Any]:
-    by_size: dict[str, Any] = {"ratio": {str(size): each for size, each in ratio.items()}}
-    by_size["tokens_per_second"] = {f"{name} at {size}": rate for (size, name), rate in rates.items()}
-    by_size["seconds"] = {f"{name} at {size}": each for (size, name), each in seconds.items()}
-    return by_size
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="PATH", help="a GGUF file or a Hugging Face folder")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32], help="requests at a time (1 and 32)")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved runs of each way (3)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
+    parser.add_argument("--quick", action="store_true", help="one round of 24 prompt and 24 new tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser
+
+
+# The three ways ------------------------------------------------------------------------------------------------------
+
+
+def _fstep(engine: Engine) -> Way:
+    def run(prompts: list[list[int]], new_tokens: int) -> Tokens:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
+        return [output.token_ids for output in outputs]
+
+    return run
+
+
+def _generate(model: Any) -> Way:
+    def run(prompts: list[list[int]], new_tokens: int) -> Tokens:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=_greedy(new_tokens))
+        return [tuple(row) for row in made[:, ids.shape[1] :].tolist()]
+
+    return run
+
+
+def _generate_batch(model: Any) -> Way:
+    def run(prompts: list[list[int]], new_tokens: int) -> Tokens:
+        with torch.inference_mode():
+            made = model.generate_batch(prompts, generation_config=_greedy(new_tokens), progress_bar=False)
+        outputs = sorted(made.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
+        return [tuple(output.generated_tokens) for output in outputs]
+
+    return run
+
+
+def _greedy(new_tokens: int) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def _transformers_model(path: Path, engine: Engine) -> Any:
+    """transformers' model with the same parameters; None if it isn't installed."""
+    warnings.simplefilter("ignore")
+    try:
+        import transformers
+    except ImportError:
+        return None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if path.is_dir():
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        _write_llama(Path(folder), engine)
+        return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _write_llama(folder: Path, engine: Engine) -> None:
+    """The engine's parameters as a Hugging Face folder of a Llama."""
+    from safetensors.torch import save_file
+
+    config: Any = engine.env.model.config
+    if config.qk_norm or config.rope.scaling is not None:
+        raise SystemExit("--model: a GGUF file of this architecture can't be turned into a Llama; give a folder")
+    (folder / "config.json").write_text(json.dumps(_llama_config(config)))
+    save_file(_llama_tensors(config, engine.env.params), folder / "model.safetensors", {"format": "pt"})
+
+
+def _llama_config(config: DenseConfig) -> dict[str, Any]:
+    same = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "mlp_bias"),
+    )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": config.max_model_len,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "attention_bias": config.qkv_bias,
+        **{name: getattr(config, name) for name in same},
+    }
+
+
+def _llama_tensors(config: DenseConfig, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+    parts = {
+        "self_attn": {"qkv_proj": (("q_proj", "k_proj", "v_proj"), [n * config.head_dim for n in heads])},
+        "mlp": {"gate_up_proj": (("gate_proj", "up_proj"), [config.intermediate_size] * 2)},
+    }
+    parts["self_attn"]["o_proj"] = (("o_proj",), [config.hidden_size])
+    parts["mlp"]["down_proj"] = (("down_proj",), [config.hidden_size])
+    tensors = {"model.embed_tokens.weight": params["embed_tokens"], "model.norm.weight": params["norm"]}
+    if "lm_head" in params:
+        tensors["lm_head.weight"] = params["lm_head"]
+    for number, layer in enumerate(params["layers"]):
+        prefix = f"model.layers.{number}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = layer[norm]
+        for block, products in parts.items():
+            for product, (names, sizes) in products.items():
+                for leaf, tensor in layer[product].items():
+                    for name, part in zip(names, tensor.split(sizes), strict=True):
+                        tensors[f"{prefix}{block}.{name}.{leaf}"] = part.contiguous()
+    return tensors
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    ways: Mapping[str, Way], prompts: list[list[int]], requests: Sequence[int], new_tokens: int, rounds: int
+) -> tuple[list[Run], dict[str, Tokens]]:
+    """All runs, and each way's tokens for the most requests."""
+    runs: list[Run] = []
+    tokens: dict[str, Tokens] = {}
+    for way in ways.values():
+        way(prompts[:2], 2)
+    for round_ in range(rounds):
+        for count in sorted(requests):
+            order = list(ways)[round_ % 3 :] + list(ways)[: round_ % 3]
+            for name in order:
+                began = time.perf_counter()
+                tokens[name] = ways[name](prompts[:count], new_tokens)
+                runs.append(Run(name, count, round_, time.perf_counter() - began, count * new_tokens))
+    return runs, tokens
+
+
+def _tokens_per_second(runs: Sequence[Run], requests: int) -> dict[str, float]:
+    by_way: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        if run.requests == requests:
+            by_way[run.way].append(run.tokens_per_second)
+    return {way: statistics.median(each) for way, each in by_way.items()}
+
+
+def _ratio(figures: Mapping[str, float]) -> float:
+    """fstep's tokens a second over those of transformers' better way."""
+    return figures["fstep"] / max(figures["generate"], figures["generate_batch"])
+
+
+def _print_table(figures: Mapping[int, Mapping[str, float]]) -> None:
+    ways = ("fstep", "generate", "generate_batch")
+    heads = [*(f"{way} tok/s" for way in ways), *(f"fstep / {way}" for way in ways[1:]), "ratio"]
+    print(f"{'requests':>8}" + "".join(f"{head:>22}" for head in heads))
+    for requests, each in figures.items():
+        cells = [f"{each[way]:.1f}" for way in ways] + [f"{each['fstep'] / each[way]:.2f}" for way in ways[1:]]
+        print(f"{requests:>8}" + "".join(f"{cell:>22}" for cell in [*cells, f"{_ratio(each):.2f}"]))
+
+
+def _differences(model: Any, prompts: list[list[int]], ours: Tokens, theirs: Tokens) -> list[str]:
+    """Where a request's tokens part for the first time, and how near the two best logits are there."""
+    found: list[str] = []
+    for number, (prompt, a, b) in enumerate(zip(prompts, ours, theirs, strict=False)):
+        if a != b:
+            at = next(n for n, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
+            with torch.inference_mode():
+                best = model(torch.tensor([[*prompt, *a[:at]]])).logits[0, -1].topk(2).values
+            found.append(f"prompt {number} parts at token {at}, logit gap {float(best[0] - best[1]):.1e}")
+    return found
+
+
+def _as_json(
+    runs: Sequence[Run], figures: Mapping[int, Mapping[str, float]], agree: Mapping[str, list[str]]
+) -> dict[str, object]:
+    fields = ("way", "requests", "round", "seconds", "tokens", "tokens_per_second")
+    return {
+        "ratio": {str(requests): _ratio(each) for requests, each in figures.items()},
+        "tokens_per_second": {str(requests): dict(each) for requests, each in figures.items()},
+        "differences": dict(agree),
+        "runs": [{name: getattr(run, name) for name in fields} for run in runs],
+    }
 
 
 if __name__ == "__main__":

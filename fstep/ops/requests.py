@@ -50,7 +50,7 @@ def add(sched: SchedState, state: BatchState, request: NewRequest) -> SchedState
     Raises `RequestError` if it could never be served, if its seed is still None, or if its id is in use.
     """
     who = request.request_id
-    if who in state.rows.request_ids.row_of or any(each.request_id == who for each in sched.waiting):
+    if _admitted(sched, state, who) or any(each.request_id == who for each in sched.waiting):
         raise RequestError("request_id", who, "is in use by another request that has not ended", who)
     if request.sampling.seed is None and not request.sampling.greedy:
         raise RequestError("seed", None, "must be set before a request is admitted", who)
@@ -65,11 +65,16 @@ def abort(
 
     An id that is not in use changes nothing.
     """
-    if request_id in state.rows.request_ids.row_of:
+    if _admitted(sched, state, request_id):
         if any(each.request_id == request_id for each in sched.ending):
             return sched
         return evolve(sched, ending=(*sched.ending, Finished(request_id, reason)))
     return evolve(sched, waiting=tuple(each for each in sched.waiting if each.request_id != request_id))
+
+
+def _admitted(sched: SchedState, state: BatchState, request_id: str) -> bool:
+    """Whether a request has a row, or gets one as soon as the newest schedule is prepared."""
+    return request_id in state.rows.request_ids.row_of or request_id in sched.running
 
 
 def has_work(sched: SchedState, state: BatchState) -> bool:

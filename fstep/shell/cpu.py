@@ -1,4 +1,7 @@
-"""The CPU as a device, and its kernels."""
+"""The CPU as a device, and its kernels.
+
+What was measured and rejected on the way to them stands in the docstring of `benchmarks/generate.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ import torch
 from attrs import field, frozen
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as fn
+from torch.nn import functional as F  # noqa: N812
 
-from fstep.state import I32, AttentionSpec, DeviceMeta, LayerKV
+from fstep.state import I32, AttentionSpec, DeviceError, DeviceMeta, LayerKV, frozen_array, ragged_arange
 
 _T = TypeVar("_T")
 
-FEATURES_FIRST = range(5, 256)  #: rows for which `weight @ x.T` is faster than `linear` (benchmarks/generate.py)
+BLOCKED_ROWS = range(4, 513)  #: tokens for which a product is fastest in blocks of the weight
+BLOCK_SIZES = (48, 64, 32, 96, 80, 56, 40)  #: rows of such a block, best first
+FEW = 4  #: a request with so many query tokens joins the batched call, one query a token
+NEAR = 128  #: tokens; lengths up to here share a batched call, and then those within a factor of two
 
 
 @frozen(eq=False)
-class Here(Generic[_T]):
-    """A value that has arrived already."""
+class Arrived(Generic[_T]):
+    """A `Future` whose value is there."""
 
     value: _T
 
@@ -31,175 +37,210 @@ class Here(Generic[_T]):
         return self.value
 
 
-@frozen(eq=False)
-class _Decodes:
-    """The requests with one token each, `D` of them over `S` positions: one batched product over all."""
+@frozen
+class CpuDevice:
+    """The CPU: a device whose every verb is done when it returns."""
 
-    tokens: Tensor  #: [D], index of each one's token in the batch
-    pages: Tensor  #: [D * num_kv_heads * S / block_size], in the cache seen as pages of one head
-    unseen: Tensor  #: [D, 1, 1, S] bool, positions past a request's length
-    dead: Tensor  #: the same positions, in V seen as rows of head_dim
+    name: str = field(default="cpu", init=False)
+    kernels: CpuKernels = field(factory=lambda: CpuKernels(), init=False)
+
+    def allocate(self, nbytes: int, align: int = 64) -> Tensor:
+        """`[nbytes]` uint8, its address a multiple of `align`, not written to yet.
+
+        Raises `DeviceError` if there is no such memory.
+        """
+        if nbytes < 0 or align < 1:
+            raise DeviceError(f"allocate: nbytes={nbytes} must be at least 0, align={align} at least 1")
+        try:
+            raw = torch.empty(nbytes + align - 1, dtype=torch.uint8)
+        except (RuntimeError, MemoryError):
+            raise DeviceError(f"allocate: nbytes={nbytes} is more memory than the CPU gives") from None
+        return raw[-raw.data_ptr() % align :][:nbytes]
+
+    def put(self, arrays: tuple[I32, ...]) -> tuple[Tensor, ...]:
+        """Copies of int32 host arrays: views of one buffer, filled by one copy."""
+        if not arrays:
+            return ()
+        packed = _tensor(np.concatenate([array.ravel() for array in arrays], dtype=np.int32, casting="no"))
+        parts = torch.split(packed, [array.size for array in arrays])
+        return tuple(part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
+
+    def get(self, tensors: tuple[Tensor, ...]) -> Arrived[tuple[I32, ...]]:
+        """Copies of int32 tensors: read-only views of one array, there at once."""
+        if not tensors:
+            return Arrived(())
+        packed: I32 = frozen_array(torch.cat([tensor.flatten() for tensor in tensors]).numpy())
+        ends = np.cumsum([tensor.numel() for tensor in tensors])
+        parts = np.split(packed, ends[:-1])
+        return Arrived(tuple(part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)))
+
+
+@frozen(eq=False)
+class _Batched:
+    """`n` query tokens over at most `S` positions each, attended in one call."""
+
+    tokens: Tensor | None  #: [n] int64, which of the batch's tokens; None if they are all of them, in order
+    cells: Tensor  #: [n * num_kv_heads, S], where K and V lie; past the query's own position that cell again
+    mask: Tensor  #: [n * num_kv_heads, 1, S] float32, 0 for what the query sees and -inf past it
 
 
 @frozen(eq=False)
 class _Chunk:
-    """One request with several tokens."""
+    """A request with many query tokens, over `S` positions."""
 
     start: int
     stop: int
-    seq_len: int
-    pages: Tensor  #: [num_kv_heads * blocks], in the cache seen as pages of one head
-    seen: Tensor | None  #: [tokens, seq_len] bool; None: plainly causal
+    cells: Tensor  #: [num_kv_heads * S], where K and V lie
+    seen: Tensor | None  #: [stop - start, S] bool; None: the queries are all of its tokens
 
 
 @frozen(eq=False)
 class _Plan:
-    decodes: _Decodes | None
+    batches: tuple[_Batched, ...]
     chunks: tuple[_Chunk, ...]
 
 
 @frozen
 class CpuKernels:
-    """Paged attention by gathering a request's pages, and products in the better of two layouts.
+    """Paged attention and products for the CPU.
 
-    A page is gathered by head, so what comes out is `[request, head, position, head_dim]` and goes into a batched
-    product as it is. What lies past a request's length in its last page, or in the null block, is never multiplied,
-    not even by zero.
+    A cache is read as `cells [num_blocks * num_kv_heads * block_size, head_dim]`: with the index of a cell for each
+    position, head by head, the pages of a request come out as `[num_kv_heads, S, head_dim]` in one gather. Only
+    positions that the request has written are ever read, so what lies in other cells, NaN too, can't matter.
     """
 
-    def plan(self, meta: DeviceMeta, num_kv_heads: int, block_size: int) -> object:
-        """Which pages to gather and what to mask, once for all layers of a group."""
+    def plan(self, meta: DeviceMeta, num_kv_heads: int, block_size: int) -> _Plan:
+        """Which cells each query reads and what it sees of them."""
         host = meta.host
-        starts = host.query_start_loc[: host.num_reqs]
-        lengths = host.query_start_loc[1 : host.num_reqs + 1] - starts
-        lengths = np.minimum(lengths, host.seq_lens[: host.num_reqs])
-        single, several = np.nonzero(lengths == 1)[0], np.nonzero(lengths > 1)[0]
-        tables, seq_lens = host.block_table, host.seq_lens
-        decodes = _plan_decodes(starts[single], tables[single], seq_lens[single], num_kv_heads, block_size)
-        chunks = tuple(
-            _plan_chunk(int(starts[b]), int(lengths[b]), int(seq_lens[b]), tables[b], num_kv_heads, block_size)
-            for b in several.tolist()
-        )
-        return _Plan(decodes, chunks)
+        first, end = host.query_start_loc[: host.num_reqs], host.query_start_loc[1 : host.num_reqs + 1]
+        seq_lens, counts = host.seq_lens[: host.num_reqs], end - first
+        pages = _PageTable(host.block_table.astype(np.int64), num_kv_heads, block_size)
+        short, long = np.flatnonzero(counts <= FEW), np.flatnonzero(counts > FEW)
+        tokens, rows = ragged_arange(first[short], counts[short]), np.repeat(short, counts[short])
+        batches = _batches(pages, tokens, rows, seq_lens[rows] - end[rows] + tokens + 1, len(host.slot_mapping))
+        chunks = tuple(_chunk(pages, row, int(first[row]), int(end[row]), int(seq_lens[row])) for row in long.tolist())
+        return _Plan(batches, chunks)
 
     def write_kv(self, layer: LayerKV, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Puts `k` and `v`, `[Tp, num_kv_heads, head_dim]`, at `slots [Tp]`; slot -1 is dropped."""
-        block_size = layer.k.shape[2]
-        if bool((slots < 0).any()):
-            real = (slots >= 0).nonzero()[:, 0]
-            slots, k, v = slots[real], k[real], v[real]
-        block, offset = slots // block_size, slots % block_size
-        layer.k[block, :, offset] = k
-        layer.v[block, :, offset] = v
+        _, num_kv_heads, block_size, head_dim = layer.k.shape
+        at: NDArray[Any] = slots.numpy().astype(np.int64)
+        if at.size and at.min() < 0:
+            kept = np.flatnonzero(at >= 0)
+            at, k, v = at[kept], k[_tensor(kept)], v[_tensor(kept)]
+        first = at + at // block_size * (block_size * (num_kv_heads - 1))
+        cells = _tensor((first[:, None] + np.arange(num_kv_heads) * block_size).ravel())
+        for pages, new in ((layer.k, k), (layer.v, v)):
+            pages.view(-1, head_dim).index_copy_(0, cells, new.to(pages.dtype).reshape(-1, head_dim))
 
     def attention(self, q: Tensor, layer: LayerKV, meta: DeviceMeta, spec: AttentionSpec) -> Tensor:
-        """Causal attention of `q [Tp, num_heads, head_dim]` over the cache: the same shape; 0 for padded tokens."""
+        """Causal attention of `q [Tp, num_heads, head_dim]` over the cache: the same shape, 0 for padded tokens."""
         plan = meta.plan
-        assert isinstance(plan, _Plan), "made by another backend"
-        k, v = _by_head(layer.k), _by_head(layer.v)
-        if plan.decodes is not None and len(plan.decodes.tokens) == len(q):
-            return _decode(q, k, v, plan.decodes, spec)
-        out = torch.zeros(q.shape, dtype=q.dtype)
-        if plan.decodes is not None:
-            out[plan.decodes.tokens] = _decode(q[plan.decodes.tokens], k, v, plan.decodes, spec)
+        if not isinstance(plan, _Plan):
+            plan = self.plan(meta, spec.num_kv_heads, layer.k.shape[2])
+        q = q.contiguous()
+        if len(plan.batches) == 1 and plan.batches[0].tokens is None:
+            return _attend_batched(q, layer, plan.batches[0], spec)
+        out = torch.zeros_like(q)
+        for batch in plan.batches:
+            out[batch.tokens] = _attend_batched(q[batch.tokens], layer, batch, spec)
         for chunk in plan.chunks:
-            out[chunk.start : chunk.stop] = _prefill(q[chunk.start : chunk.stop], k, v, chunk, spec)
+            out[chunk.start : chunk.stop] = _attend_chunk(q[chunk.start : chunk.stop], layer, chunk, spec)
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x [Tp, in]` times `weight [out, in]`, transposed, plus `bias [out]`: `[Tp, out]`.
 
-        For the sizes of a decode batch the result lies features first in memory.
+        At the sizes of a decode batch a product is fastest as many small ones, of some rows of the weight with all of
+        the transposed `x`: so the result lies features-first in memory, and it is best if `x` does.
         """
-        if len(x) not in FEATURES_FIRST:
-            return fn.linear(x, weight, bias)
-        out = (weight @ x.t()).t()
-        return out if bias is None else out.add_(bias)
+        size = _block_rows(len(weight)) if len(x) in BLOCKED_ROWS and weight.dtype == torch.float32 else None
+        if size is None:
+            return F.linear(x, weight, bias)
+        blocks = weight.view(-1, size, weight.shape[1])
+        columns = x.t().contiguous().expand(len(blocks), -1, -1)
+        if bias is None:
+            return torch.bmm(blocks, columns).flatten(0, 1).t()
+        return torch.baddbmm(bias.view(-1, size, 1), blocks, columns).flatten(0, 1).t()
 
 
-@frozen
-class CpuDevice:
-    """The CPU: the verbs of a device, done at once."""
-
-    name: str = "cpu"
-    kernels: CpuKernels = field(factory=CpuKernels)
-
-    def allocate(self, nbytes: int, align: int = 64) -> Tensor:
-        """`[nbytes]` uint8, its address a multiple of `align`, not written to yet."""
-        raw = torch.empty(nbytes + align, dtype=torch.uint8)
-        skip = -raw.data_ptr() % align
-        return raw[skip : skip + nbytes]
-
-    def put(self, arrays: tuple[I32, ...]) -> tuple[Tensor, ...]:
-        """Copies of int32 arrays as tensors, all in one buffer."""
-        buffer = torch.as_tensor(np.concatenate([array.ravel() for array in arrays]))
-        parts = torch.split(buffer, [array.size for array in arrays])
-        return tuple(part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
-
-    def get(self, tensors: tuple[Tensor, ...]) -> Here[tuple[I32, ...]]:
-        """Copies of int32 tensors as arrays."""
-        return Here(tuple(tensor.numpy().copy() for tensor in tensors))
+def _block_rows(rows: int) -> int | None:
+    return next((size for size in BLOCK_SIZES if rows % size == 0), None)
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.as_tensor(np.ascontiguousarray(array, np.int64))
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _pages_of(table: I32, blocks: int, num_kv_heads: int) -> Tensor:
-    """Where the pages of each head lie in a cache seen as pages of one head: `[..., num_kv_heads, blocks]`, flat."""
-    heads = np.arange(num_kv_heads)[:, None]
-    return _tensor(table[..., None, :blocks].astype(np.int64) * num_kv_heads + heads).flatten()
+@frozen(eq=False)
+class _PageTable:
+    """Where a group's requests keep their K and V."""
+
+    blocks: NDArray[np.int64]  #: [Bp, W]
+    num_kv_heads: int
+    block_size: int
+
+    def cells(self, rows: NDArray[Any], positions: NDArray[Any]) -> Tensor:
+        """The cells of `positions [n, S]` of the requests `rows [n]`, by head: `[n * num_kv_heads, S]`."""
+        blocks = self.blocks[rows[:, None], positions // self.block_size]
+        first = blocks * (self.num_kv_heads * self.block_size) + positions % self.block_size
+        cells = first[:, None] + np.arange(self.num_kv_heads)[:, None] * self.block_size
+        small = cells.size == 0 or cells.max() <= np.iinfo(np.int32).max  # half the bytes to read: it shows
+        return _tensor(cells.astype(np.int32 if small else np.int64).reshape(-1, positions.shape[1]))
 
 
-def _plan_decodes(starts: I32, table: I32, seq_lens: I32, num_kv_heads: int, block_size: int) -> _Decodes | None:
-    if len(starts) == 0:
-        return None
-    blocks = -(-int(seq_lens.max()) // block_size)
-    unseen = np.arange(blocks * block_size) >= seq_lens[:, None]
-    by_head = np.broadcast_to(unseen[:, None], (len(starts), num_kv_heads, unseen.shape[1]))
-    return _Decodes(
-        tokens=_tensor(starts),
-        pages=_pages_of(table, blocks, num_kv_heads),
-        unseen=torch.as_tensor(unseen[:, None, None]),
-        dead=_tensor(np.flatnonzero(by_head)),
+def _batches(
+    pages: _PageTable, tokens: NDArray[Any], rows: NDArray[Any], lengths: NDArray[Any], num_tokens: int
+) -> tuple[_Batched, ...]:
+    """Query tokens that see `lengths` positions of their requests, batched with others of like lengths."""
+    octaves = np.ceil(np.log2(np.maximum(lengths, NEAR)))
+    made: list[_Batched] = []
+    for octave in np.unique(octaves):
+        mine = np.flatnonzero(octaves == octave)
+        seen = lengths[mine][:, None]
+        positions = np.arange(int(seen.max()))
+        cells = pages.cells(rows[mine], np.minimum(positions, seen - 1))
+        mask = np.where(positions < seen, np.float32(0), np.float32(-np.inf)).repeat(pages.num_kv_heads, axis=0)
+        everybody = len(mine) == num_tokens
+        made.append(_Batched(None if everybody else _tensor(tokens[mine]), cells, _tensor(mask[:, None])))
+    return tuple(made)
+
+
+def _chunk(pages: _PageTable, row: int, start: int, stop: int, seq_len: int) -> _Chunk:
+    positions = np.arange(seq_len)
+    cells = pages.cells(np.array([row]), positions[None]).flatten()
+    whole = stop - start == seq_len
+    seen = None if whole else _tensor(positions <= np.arange(seq_len - stop + start, seq_len)[:, None])
+    return _Chunk(start, stop, cells, seen)
+
+
+def _attend_batched(q: Tensor, layer: LayerKV, batch: _Batched, spec: AttentionSpec) -> Tensor:
+    """`[n, num_heads, head_dim]`.
+
+    V isn't gathered: a weighted sum of some rows of a table is what `embedding_bag` does, straight from the cache.
+    """
+    group, head_dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    k, v = layer.k.view(-1, head_dim), layer.v.view(-1, head_dim)
+    keys = k.index_select(0, batch.cells.flatten()).view(*batch.cells.shape, head_dim)
+    queries = q.view(-1, group, head_dim).float()
+    scores = torch.bmm(queries, keys.transpose(1, 2).float()).mul_(spec.scale).add_(batch.mask)
+    weights = scores.softmax(dim=-1).flatten(0, 1).to(v.dtype)
+    cells = batch.cells.repeat_interleave(group, dim=0)
+    return F.embedding_bag(cells, v, mode="sum", per_sample_weights=weights).view(q.shape)
+
+
+def _attend_chunk(q: Tensor, layer: LayerKV, chunk: _Chunk, spec: AttentionSpec) -> Tensor:
+    """`[stop - start, num_heads, head_dim]`; the query heads that share a KV head read the same copy of it."""
+    head_dim, shape = spec.head_dim, (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads)
+    k, v = (
+        pages.view(-1, head_dim)
+        .index_select(0, chunk.cells)
+        .view(shape[0], 1, -1, head_dim)
+        .expand(-1, shape[1], -1, -1)
+        for pages in (layer.k, layer.v)
     )
-
-
-def _plan_chunk(start: int, length: int, seq_len: int, table: I32, num_kv_heads: int, block_size: int) -> _Chunk:
-    seen = None
-    if length < seq_len:
-        seen = torch.as_tensor(np.arange(seq_len) <= np.arange(seq_len - length, seq_len)[:, None])
-    pages = _pages_of(table, -(-seq_len // block_size), num_kv_heads)
-    return _Chunk(start, start + length, seq_len, pages, seen)
-
-
-def _by_head(pages: Tensor) -> Tensor:
-    """A cache seen as pages of one head: `[num_blocks * num_kv_heads, block_size, head_dim]`."""
-    return pages.view(-1, *pages.shape[2:])
-
-
-def _decode(q: Tensor, k: Tensor, v: Tensor, plan: _Decodes, spec: AttentionSpec) -> Tensor:
-    """`[D, num_heads, head_dim]`."""
-    count, head_dim = len(q), spec.head_dim
-    keys = k.index_select(0, plan.pages).view(count * spec.num_kv_heads, -1, head_dim)
-    values = v.index_select(0, plan.pages).view(-1, head_dim).index_fill_(0, plan.dead, 0).view_as(keys)
-    queries = (q * spec.scale).reshape(count * spec.num_kv_heads, -1, head_dim)
-    scores = torch.bmm(queries, keys.transpose(1, 2)).view(count, spec.num_kv_heads, -1, keys.shape[1])
-    weights = scores.masked_fill_(plan.unseen, -torch.inf).softmax(dim=-1)
-    return torch.bmm(weights.view(queries.shape[0], -1, keys.shape[1]), values).view(count, spec.num_heads, head_dim)
-
-
-def _prefill(q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk, spec: AttentionSpec) -> Tensor:
-    """`[tokens, num_heads, head_dim]`."""
-    shape = (1, spec.num_kv_heads, -1, spec.head_dim)
-    keys, values = (x.index_select(0, chunk.pages).view(shape)[:, :, : chunk.seq_len] for x in (k, v))
-    out = fn.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys,
-        values,
-        attn_mask=chunk.seen,
-        is_causal=chunk.seen is None,
-        scale=spec.scale,
-        enable_gqa=True,
+    queries = q.view(len(q), *shape, head_dim).permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(
+        queries, k, v, attn_mask=chunk.seen, is_causal=chunk.seen is None, scale=spec.scale
     )
-    return out[0].transpose(0, 1)
+    return out.permute(2, 0, 1, 3).reshape(q.shape)

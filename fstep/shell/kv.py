@@ -1,120 +1,136 @@
-"""The paged KV cache: memory that is written in place, behind handles that are used up one after the other."""
+"""The KV cache: pages that are written in place, behind a handle that can be used once.
+
+`forward` takes a handle and returns the next one, as a donated buffer does in JAX; the pages stay where they are. A
+clone has pages of its own, so two lines of states can go on from the same place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import numpy as np
 import torch
-from attrs import define, field, frozen
+from attrs import define, frozen
 from torch import Tensor
 
-from fstep.state import Bool, Device, DonatedError, Inputs, LayerKV, LayerSpec, Plan
+from fstep.state import Bool, ConfigError, Device, DonatedError, Inputs, LayerKV, LayerSpec, Plan
 
 
 @frozen(eq=False)
 class _Pages:
-    """The memory of one line: what its handles share."""
+    """The memory of one line, which all its handles share."""
 
+    plan: Plan
+    specs: tuple[LayerSpec, ...]
+    device: Device
     layers: tuple[LayerKV, ...]
-    groups: tuple[int, ...]  #: the KV group of each layer
-    block_sizes: tuple[int, ...]  #: of each group
-    touched: tuple[Bool, ...]  #: of each group, [num_blocks]: the blocks that were ever written to
-    lines: Iterator[int]  #: the line numbers that are still free
+    touched: tuple[Bool, ...]  #: one a KV group, [num_blocks]: blocks that were ever written; changed in place
+    lines: Iterator[int]  #: the line numbers that are left, for all clones of a cache
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class KVCache:
-    """A handle on the cache (see `fstep.state.KV`): good for one `forward`, which returns the next one."""
+    """A handle on the K and V of every layer; see `KV`. Made by `new_kv`, by `advance` and by `clone`.
 
-    _pages: _Pages
+    Every use of a handle that was given to `forward` raises `DonatedError`.
+    """
+
+    _pages: _Pages | None
     _line: int
     _epoch: int = 0
-    _written: Inputs | None = None
     _origin: tuple[int, int] | None = None
-    _alive: bool = field(default=True, init=False)
-
-    def __repr__(self) -> str:
-        alive = "" if self._alive else ", donated"
-        return f"KVCache(line {self._line}, epoch {self._epoch}, {self.nbytes / 2**20:.0f} MiB{alive})"
+    _written: Inputs | None = None
 
     @property
     def line(self) -> int:
-        return self._usable()._line
+        self._live()
+        return self._line
 
     @property
     def epoch(self) -> int:
-        return self._usable()._epoch
+        """How many forwards the line has seen, with those of the lines that it was cloned from."""
+        self._live()
+        return self._epoch
 
     @property
     def origin(self) -> tuple[int, int] | None:
-        return self._usable()._origin
+        """The line and epoch that this is a clone of; None once the clone has gone on to an epoch of its own."""
+        self._live()
+        return self._origin
 
     @property
     def written(self) -> Inputs | None:
-        return self._usable()._written
+        """The batch of the newest forward, which may be repeated."""
+        self._live()
+        return self._written
 
     @property
     def layers(self) -> tuple[LayerKV, ...]:
-        return self._usable()._pages.layers
+        return self._live().layers
 
     @property
     def nbytes(self) -> int:
-        """The size of the cache over all layers, in bytes."""
-        return sum(layer.k.nbytes + layer.v.nbytes for layer in self._pages.layers)
+        """Bytes of K and V over all layers, written or not."""
+        return sum(pages.nbytes for layer in self.layers for pages in (layer.k, layer.v))
 
     def advance(self, epoch: int, inputs: Inputs) -> KVCache:
-        """Kills this handle and returns the next one, which has seen `inputs` written."""
-        pages = self._usable()._pages
-        for touched, slots, block_size in zip(pages.touched, inputs.slot_mapping, pages.block_sizes, strict=True):
-            touched[slots[slots >= 0] // block_size] = True
-        self._alive = False
-        return KVCache(pages, self._line, epoch, inputs, self._origin)
+        """Kills this handle and returns the next one, which has seen `inputs` written; `forward` calls it."""
+        pages = self._live()
+        for touched, group, slots in zip(pages.touched, pages.plan.groups, inputs.slot_mapping, strict=True):
+            touched[slots[slots >= 0] // group.block_size] = True
+        self._pages = None
+        return KVCache(pages, self._line, epoch, self._origin if epoch == self._epoch else None, inputs)
 
     def clone(self) -> KVCache:
-        """A copy on a line of its own, of the blocks that were ever written to; both lines live on."""
-        pages = self._usable()._pages
-        layers = tuple(
-            LayerKV(_copy(layer.k, pages.touched[group]), _copy(layer.v, pages.touched[group]))
-            for layer, group in zip(pages.layers, pages.groups, strict=True)
-        )
+        """A copy on a line of its own; both live on. Only blocks that were ever written are copied."""
+        pages = self._live()
         touched = tuple(each.copy() for each in pages.touched)
-        copy = _Pages(layers, pages.groups, pages.block_sizes, touched, pages.lines)
-        return KVCache(copy, next(pages.lines), self._epoch, self._written, (self._line, self._epoch))
+        layers = _allocate(pages.plan, pages.specs, pages.device)
+        for spec, source, copy in zip(pages.specs, pages.layers, layers, strict=True):
+            blocks = torch.from_numpy(np.flatnonzero(touched[spec.group])).to(source.k.device)  # pyright: ignore[reportUnknownMemberType]
+            copy.k.index_copy_(0, blocks, source.k.index_select(0, blocks))
+            copy.v.index_copy_(0, blocks, source.v.index_select(0, blocks))
+        copied = _Pages(pages.plan, pages.specs, pages.device, layers, touched, pages.lines)
+        return KVCache(copied, next(pages.lines), self._epoch, (self._line, self._epoch), self._written)
 
-    def _usable(self) -> KVCache:
-        if not self._alive:
+    def __repr__(self) -> str:
+        if self._pages is None:
+            return f"KVCache(line {self._line}, epoch {self._epoch}, donated)"
+        used = ", ".join(f"{touched.sum()} of {len(touched)} blocks written" for touched in self._pages.touched)
+        return f"KVCache(line {self._line}, epoch {self._epoch}, {used}, {self.nbytes / 2**20:.1f} MiB)"
+
+    def _live(self) -> _Pages:
+        if self._pages is None:
             raise DonatedError(
-                f"this KV handle (line {self._line}, epoch {self._epoch}) was given to forward already. Go on with the "
-                "handle that forward returned: not `forward(state, env, kv)` twice with one kv, but "
-                "`state, kv = forward(state, env, kv)`"
+                f"this KV handle (line {self._line}, epoch {self._epoch}) was given to forward() already, and is dead. "
+                "Go on with the one that came back: `state, kv = forward(state, env, kv)`; "
+                "to keep a copy as well, `kv.clone()` before."
             )
-        return self
+        return self._pages
 
 
-def new_kv(plan: Plan, specs: tuple[LayerSpec, ...], device: Device) -> KVCache:
-    """A cache for a plan's groups and a model's layers; its memory is not touched until something is written.
+def new_kv(plan: Plan, specs: Sequence[LayerSpec], device: Device) -> KVCache:
+    """An empty cache: K and V of each layer `[num_blocks, num_kv_heads, block_size, head_dim]`, as its group says.
 
-    K and V are `[num_blocks, num_kv_heads, block_size, head_dim]` for each layer.
+    The memory is asked for and not touched. Raises `ConfigError` for a layer whose group the plan doesn't have,
+    `DeviceError` if the device hasn't got the memory.
     """
-    groups = tuple(spec.group for spec in specs)
-    layers = tuple(LayerKV(_pages(plan, spec, device), _pages(plan, spec, device)) for spec in specs)
-    touched = tuple(np.zeros(group.num_blocks, np.bool_) for group in plan.groups)
+    for number, spec in enumerate(specs):
+        if not 0 <= spec.group < len(plan.groups):
+            raise ConfigError(f"specs[{number}].group", spec.group, f"the plan has {len(plan.groups)} KV groups")
     lines = count()
-    line = next(lines)
-    return KVCache(_Pages(layers, groups, tuple(group.block_size for group in plan.groups), touched, lines), line)
+    touched = tuple(np.zeros(group.num_blocks, np.bool_) for group in plan.groups)
+    layers = _allocate(plan, tuple(specs), device)
+    return KVCache(_Pages(plan, tuple(specs), device, layers, touched, lines), next(lines))
 
 
-def _pages(plan: Plan, spec: LayerSpec, device: Device) -> Tensor:
-    group = plan.groups[spec.group]
-    shape = (group.num_blocks, spec.num_kv_heads, group.block_size, spec.head_dim)
-    nbytes = group.num_blocks * group.block_size * spec.bytes_per_token() // 2
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return device.allocate(nbytes).view(dtype).view(shape)
+def _allocate(plan: Plan, specs: tuple[LayerSpec, ...], device: Device) -> tuple[LayerKV, ...]:
+    def pages(spec: LayerSpec) -> Tensor:
+        group = plan.groups[spec.group]
+        shape = (group.num_blocks, spec.num_kv_heads, group.block_size, spec.head_dim)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return device.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-
-def _copy(pages: Tensor, touched: Bool) -> Tensor:
-    copy = torch.empty_like(pages)
-    at = torch.as_tensor(np.nonzero(touched)[0]).to(pages.device)
-    return copy.index_copy_(0, at, pages.index_select(0, at))
+    return tuple(LayerKV(pages(spec), pages(spec)) for spec in specs)

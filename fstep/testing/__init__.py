@@ -1,0 +1,79 @@
+"""The test kit: models whose tokens tell whether a batch was right, an oracle, checks of the invariants, whole runs.
+
+- `HashModel`, `RollingModel`: language models that live in the paged cache.
+- `reference_tokens`: what a request gives alone, without batch or cache.
+- `check_…`, `poison`, `guarded`: the invariants, on plain arrays, on states, around functions.
+- `play`, `checked_step`, `adversarial_schedule`: scripts run against a scheduler, every check on.
+- `fstep.testing.strategies`: Hypothesis strategies for the scripts; imported by name, since it needs `hypothesis`.
+
+Imports without torch.
+"""
+
+from fstep.testing.adversary import Choose, Scheduler, adversarial_schedule, adversary
+from fstep.testing.checks import (
+    BatchArrays,
+    CheckError,
+    PoolView,
+    arrays_of,
+    check_batch,
+    check_conservation,
+    check_logits_indices,
+    check_query_start_loc,
+    check_rows,
+    check_same,
+    check_seq_lens,
+    check_slots,
+    check_state,
+    check_tables,
+    guarded,
+    poison,
+    pools_of,
+    snapshot,
+)
+from fstep.testing.drive import (
+    Answer,
+    Moment,
+    Played,
+    check_against_reference,
+    checked_step,
+    play,
+    what_happened,
+)
+from fstep.testing.hash_models import HashModel, RollingModel
+from fstep.testing.reference import reference_token, reference_tokens
+
+__all__ = [
+    "Answer",
+    "BatchArrays",
+    "CheckError",
+    "Choose",
+    "HashModel",
+    "Moment",
+    "Played",
+    "PoolView",
+    "RollingModel",
+    "Scheduler",
+    "adversarial_schedule",
+    "adversary",
+    "arrays_of",
+    "check_against_reference",
+    "check_batch",
+    "check_conservation",
+    "check_logits_indices",
+    "check_query_start_loc",
+    "check_rows",
+    "check_same",
+    "check_seq_lens",
+    "check_slots",
+    "check_state",
+    "check_tables",
+    "checked_step",
+    "guarded",
+    "play",
+    "poison",
+    "pools_of",
+    "reference_token",
+    "reference_tokens",
+    "snapshot",
+    "what_happened",
+]

@@ -1,0 +1,47 @@
+"""Hypothesis profiles, and the figures of the property tests, which are printed at the end.
+
+`ci`, the default, draws the same examples every time; `--hypothesis-profile=fuzz` draws new ones, twenty times as many,
+and prints how to draw a failing one again.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
+settings.register_profile("ci", max_examples=100, derandomize=True, database=None, deadline=None)
+settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=SLOW)
+settings.load_profile("ci")
+
+FIGURES = pytest.StashKey[dict[str, Counter]]()
+
+
+def pytest_configure(config):
+    config.stash[FIGURES] = {}
+
+
+@pytest.fixture
+def tally(request):
+    """Counts of what a property's examples contained; printed after the tests."""
+    counts = Counter()
+    yield counts
+    request.config.stash[FIGURES][request.node.name] = counts
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    figures = {}
+    for name, counts in config.stash[FIGURES].items():
+        figures.setdefault(name.partition("[")[0], Counter()).update(counts)
+    if not figures:
+        return
+    terminalreporter.section("what the property tests contained")
+    for name, counts in figures.items():
+        terminalreporter.write_line(f"{name}: {listed(counts, sorted(counts))}")
+    total = sum(figures.values(), Counter())
+    some = ("runs", "steps", "tokens", "preemptions", "partial_prompts", "padded_steps", "empty_steps", "forks")
+    terminalreporter.write_line(f"in all: {listed(total, some)}")
+
+
+def listed(counts, names):
+    return ", ".join(f"{counts[name]} {name}" for name in names if counts[name])

@@ -1,0 +1,285 @@
+"""The invariants under random schedules, token for token against a reference that has no batch and no cache.
+
+Whatever `play` runs is checked at each step for I2 (nothing that a phase was given changes), I4, I5, I6, I7, I18, and
+has NaN in every cell that nobody owns (I8, I17) and in every padded token. So each test below holds these too.
+"""
+
+from collections import deque
+from functools import partial
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fstep import ops
+from fstep.state import DonatedError, Ragged, StaleStateError, i32
+from fstep.testing import (
+    HashModel,
+    RollingModel,
+    adversarial_schedule,
+    check_against_reference,
+    check_same,
+    play,
+    poison,
+)
+from fstep.testing.strategies import captures, permutations, scripts
+
+#: By name: how a model is made for a plan, and the KV group of each of its layers.
+MODELS = {
+    "hash": (lambda plan: HashModel(plan.vocab_size, plan.max_model_len), (0,)),
+    "hash-groups": (lambda plan: HashModel(plan.vocab_size, plan.max_model_len, (0, 1, 0)), (0, 1, 0)),
+    "rolling": (lambda plan: RollingModel(plan.vocab_size, plan.max_model_len), (0,)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def kind(request):
+    return MODELS[request.param]
+
+
+def at_least(tally, **least):
+    """So that a strategy that has become tame is noticed."""
+    assert {what: tally[what] for what in least if tally[what] < least[what]} == {}
+
+
+def test_i1_tokens_do_not_depend_on_the_schedule(kind, start, examples, tally):
+    """First come, first served, under any limits, pool, order of arrival and capture sizes."""
+    make, layer_groups = kind
+
+    @examples(50)
+    @given(scripts(layer_groups))
+    def holds(script):
+        model = make(script.plan)
+        played = play(script, *start(model, script.plan))
+        tally.update(played.counts)
+        check_against_reference(model, script.plan, played.answers)
+
+    holds()
+    at_least(tally, runs=50, steps=700, preemptions=12, partial_prompts=120, padded_steps=130, mixed_steps=2)
+    at_least(tally, finished_stop=10, finished_length=60, one_step_lives=10, empty_steps=40)
+
+
+def test_i1_i10_i11_tokens_do_not_depend_on_a_scheduler_without_sense(kind, start, examples, tally):
+    """Preempted at any step, chunks cut anywhere, any order, aborted in any phase, ids used again."""
+    make, layer_groups = kind
+
+    @examples(70)
+    @given(scripts(layer_groups, aborts=True, adversarial=True, same_ids=True))
+    def holds(script):
+        model = make(script.plan)
+        played = play(script, *start(model, script.plan))
+        tally.update(played.counts)
+        check_against_reference(model, script.plan, played.answers)
+
+    holds()
+    at_least(tally, runs=70, steps=600, preemptions=35, resumptions=33, partial_prompts=90, id_again=40)
+    at_least(tally, abort_running=6, abort_waiting=2, abort_preempted=1, padded_steps=30, empty_steps=100)
+
+
+def test_i2_each_phase_gives_the_same_bits_again(kind, start, examples, tally):
+    """And `forward` may be repeated with the handle that it returned, not with the one that it was given."""
+    make, layer_groups = kind
+
+    @examples(12)
+    @given(scripts(layer_groups))
+    def holds(script):
+        env, kv = start(make(script.plan), script.plan)
+        handles = [kv]
+
+        def again(moment):
+            scheduled = ops.schedule(moment.sched_before, moment.before)
+            check_same("I2", "schedule()", scheduled, (moment.schedule, moment.sched))
+            check_host_phases_again("I2", moment)
+            with pytest.raises(DonatedError):
+                ops.forward(moment.prepared, env, handles[-1])
+            repeated, kv = ops.forward(moment.prepared, env, moment.kv)
+            check_same("I2", "forward()", repeated, moment.forwarded)
+            check_same("I2", "sample()", ops.sample(moment.forwarded, env), moment.sampled)
+            handles.append(kv)
+            return kv
+
+        tally.update(play(script, env, kv, watch=again).counts)
+
+    holds()
+    at_least(tally, steps=100, preemptions=3)
+
+
+def check_host_phases_again(invariant, moment):
+    prepared = ops.build_meta(ops.pad(ops.prepare(moment.before, moment.schedule)))
+    check_same(invariant, "prepare(), pad(), build_meta()", prepared, moment.prepared)
+    after = ops.commit(moment.sampled, moment.got)
+    check_same(invariant, "commit()", after, (moment.after, moment.events))
+
+
+def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples, replay, tally):
+    """The phases on the host and `sample` give their bits; `forward` does on a clone made then, and refuses others."""
+    make, layer_groups = kind
+
+    @examples(12)
+    @given(scripts(layer_groups, adversarial=True))
+    def holds(script):
+        env, kv = start(make(script.plan), script.plan)
+        kept = deque([(None, kv.clone())], maxlen=11)  # moments, each with a clone of the cache after it
+
+        def look_back(moment):
+            kept.append((moment, moment.kv.clone()))
+            if len(kept) < kept.maxlen:
+                return
+            (_, clone), (old, _) = kept[0], kept[1]
+            tally["looks_back"] += 1
+            check_host_phases_again("I3", old)
+            check_same("I3", "sample()", ops.sample(old.forwarded, env), old.sampled)
+            forwarded, _ = replay(env, old, clone)
+            check_same("I3", "forward() on a clone", forwarded.step.output, old.forwarded.step.output)
+            with pytest.raises(StaleStateError, match=r"kv\.clone\(\).*revive"):
+                ops.forward(old.prepared, env, moment.kv)
+
+        tally.update(play(script, env, kv, watch=look_back).counts)
+
+    holds()
+    at_least(tally, looks_back=90, steps=150, preemptions=15)
+
+
+def test_i8_padding_changes_no_bit(kind, start, examples, replay, tally):
+    """The same step padded to another shape, or to none."""
+    make, layer_groups = kind
+
+    @examples(16)
+    @given(scripts(layer_groups), captures())
+    def holds(script, capture):
+        env, kv = start(make(script.plan), script.plan)
+        clones = [kv.clone()]
+
+        def pad_otherwise(moment):
+            forwarded, _ = replay(env, moment, clones.pop(), change=poison, capture=capture)
+            check_same("I8", "logits", forwarded.step.output, moment.forwarded.step.output)
+            sizes = {each.step.padding.descriptor for each in (forwarded, moment.forwarded)}
+            tally["steps_of_two_sizes"] += len(sizes) == 2
+            clones.append(moment.kv.clone())
+
+        tally.update(play(script, env, kv, watch=pad_otherwise).counts)
+
+    holds()
+    at_least(tally, steps=150, steps_of_two_sizes=35)
+
+
+def test_i9_permuting_the_requests_permutes_the_outputs(kind, start, examples, replay, tally):
+    make, layer_groups = kind
+
+    @examples(20)
+    @given(scripts(layer_groups, adversarial=True), st.data())
+    def holds(script, data):
+        env, kv = start(make(script.plan), script.plan)
+        clones = [kv.clone()]
+
+        def permute(moment):
+            clone = clones.pop()
+            clones.append(moment.kv.clone())
+            size = len(moment.schedule.request_ids)
+            if size < 2:
+                return
+            order = data.draw(permutations(size))
+            tally["permuted_steps"] += 1
+            forwarded, _ = replay(env, moment, clone, permuted(moment.schedule, order))
+            logits = moment.forwarded.step.output.logits[order.tolist()]
+            check_same("I9", "logits", forwarded.step.output.logits, logits)
+            sampled = ops.sample(forwarded, env)
+            after, events = ops.commit(sampled, ops.fetch(sampled, env))
+            check_same("I9", "rows", after.rows, moment.after.rows)
+            check_same("I9", "events", sorted(events), sorted(moment.events))
+
+        tally.update(play(script, env, kv, watch=permute).counts)
+
+    holds()
+    at_least(tally, permuted_steps=55)
+
+
+def permuted(schedule, order):
+    return evolve(
+        schedule,
+        request_ids=tuple(schedule.request_ids[b] for b in order),
+        num_scheduled_tokens=i32(schedule.num_scheduled_tokens[order]),
+        new_blocks=tuple(Ragged.of([each[b] for b in order]) for each in schedule.new_blocks),
+    )
+
+
+def test_i10_any_split_of_a_prompt_gives_the_same_tokens(kind, start, examples, tally):
+    make, layer_groups = kind
+
+    @examples(20)
+    @given(scripts(layer_groups), st.lists(st.integers(0, 7), max_size=30))
+    def holds(script, cuts):
+        model = make(script.plan)
+        played = play(script, *start(model, script.plan), scheduler=with_cuts(cuts))
+        tally.update(played.counts)
+        check_against_reference(model, script.plan, played.answers)
+
+    holds()
+    at_least(tally, partial_prompts=25, continued_prompts=10)
+
+
+def with_cuts(cuts):
+    """First come, first served, with another greatest chunk in each step."""
+    left = list(cuts)
+
+    def decide(sched, state):
+        limits = evolve(sched.limits, long_prefill_token_threshold=left.pop() if left else 0)
+        todo, after = ops.schedule(evolve(sched, limits=limits), state)
+        return todo, evolve(after, limits=sched.limits)
+
+    return decide
+
+
+def test_i11_everybody_preempted_at_any_step(kind, start, examples, tally):
+    """At every third step of a run in turn; resumed in the same step or in a later one."""
+    make, layer_groups = kind
+
+    @examples(6)
+    @given(scripts(layer_groups), st.integers(0, 2), st.sampled_from((0, 2)))
+    def holds(script, first, pause):
+        model = make(script.plan)
+        plain = play(script, *start(model, script.plan))
+        for step in range(first, min(plain.counts["steps"], 24), 3):
+            scheduler = preempting_all_at(step, lambda n: {6: 5, 3: pause}.get(n, 0))
+            played = play(script, *start(model, script.plan), scheduler=scheduler)
+            tally.update(played.counts)
+            check_against_reference(model, script.plan, played.answers)
+
+    holds()
+    at_least(tally, runs=20, preemptions=40)
+
+
+def preempting_all_at(step, choose):
+    left = [step]
+
+    def decide(sched, state):
+        left[0] -= 1
+        return adversarial_schedule(sched, state, choose) if left[0] == -1 else ops.schedule(sched, state)
+
+    return decide
+
+
+def test_i17_a_request_reads_no_block_but_its_own(kind, start, examples, replay, tally):
+    """With NaN in the blocks of all others, its logits keep their bits."""
+    make, layer_groups = kind
+
+    @examples(12)
+    @given(scripts(layer_groups, adversarial=True))
+    def holds(script):
+        env, kv = start(make(script.plan), script.plan)
+        most = range(len(script.requests))
+        clones = [kv.clone() for _ in most]
+
+        def look_alone(moment):
+            for b, name in enumerate(moment.schedule.request_ids):
+                forwarded, _ = replay(env, moment, clones[b], change=partial(poison, keep=(name,)))
+                tally["requests_alone"] += 1
+                logits = forwarded.step.output.logits[b]
+                check_same("I17", f"logits of {name!r}", logits, moment.forwarded.step.output.logits[b])
+            clones[:] = [moment.kv.clone() for _ in most]
+
+        tally.update(play(script, env, kv, watch=look_alone).counts)
+
+    holds()
+    at_least(tally, requests_alone=120)
