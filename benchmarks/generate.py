@@ -5,6 +5,21 @@ threads, one request and 32; the rounds are interleaved, and the medians make th
 prompts and outputs in the same proportion. transformers gets the same parameters: it reads a folder that is
 written from what fstep has loaded. The tokens must be equal; where the two part, the gap between the two best logits
 says whether it is rounding.
+
+What was tried for the products, which are half of a decode step at 32 requests: milliseconds of those of all 30 layers
+of SmolLM2-135M (and of its LM head), each with the weights of its own layer, features-first activations, two threads
+of a machine with AVX-512, medians of interleaved runs. `blocks` are batched products of 48 rows of the weight with
+all of the transposed activations; 64 and 96 rows come within 5 % of it.
+
+    tokens            1            2            8           32          128      256      2048
+    linear(x, w)   23.9 (6.0)   54.0 (11.9)  46.9 (11.4)  68.9 (17.9)  155 (41)   302 (91)   2083
+    w @ x.T        24.9 (6.0)   43.7 (12.8)  37.7 (12.4)  49.3 (13.1)  141 (36)   262 (80)   1957
+    blocks         41.6 (9.8)   43.3 (10.4)  36.9 (9.9)   41.2 (10.1)  120 (32)   244 (84)   2840
+
+So one token goes through `linear`, up to 256 through blocks, and more through `w @ x.T`. For attention over 32 requests
+of 128 positions (milliseconds a layer): all of it 0.77, of which gathering K 0.25, its product 0.15, V 0.19 by
+`embedding_bag`, which reads the cache in place, where gathering V and a batched product took 0.35.
+The largest logit of 32 rows of 49,152: 4.1 with `max` over features-first logits, 0.34 in two stages.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fstep.state import I32, AttentionSpec, DeviceError, DeviceMeta, LayerKV, fr
 
 _T = TypeVar("_T")
 
-BLOCKED_ROWS = range(4, 513)  #: tokens for which a product is fastest in blocks of the weight
+BLOCKED_ROWS = range(2, 257)  #: tokens for which a product is fastest in blocks of the weight
 BLOCK_SIZES = (48, 64, 32, 96, 80, 56, 40)  #: rows of such a block, best first
 FEW = 4  #: a request with so many query tokens joins the batched call, one query a token
 NEAR = 128  #: tokens; lengths up to here share a batched call, and then those within a factor of two
@@ -152,11 +152,15 @@ class CpuKernels:
         """`x [Tp, in]` times `weight [out, in]`, transposed, plus `bias [out]`: `[Tp, out]`.
 
         At the sizes of a decode batch a product is fastest as many small ones, of some rows of the weight with all of
-        the transposed `x`: so the result lies features-first in memory, and it is best if `x` does.
+        the transposed `x`, and for a prompt as one such product: so the result lies features-first in memory, and it is
+        best if `x` does.
         """
-        size = _block_rows(len(weight)) if len(x) in BLOCKED_ROWS and weight.dtype == torch.float32 else None
-        if size is None:
+        if len(x) < BLOCKED_ROWS.start or weight.dtype != torch.float32:
             return F.linear(x, weight, bias)
+        size = _block_rows(len(weight)) if len(x) in BLOCKED_ROWS else None
+        if size is None:
+            out = (weight @ x.t()).t()
+            return out if bias is None else out.add_(bias)
         blocks = weight.view(-1, size, weight.shape[1])
         columns = x.t().contiguous().expand(len(blocks), -1, -1)
         if bias is None:

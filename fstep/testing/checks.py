@@ -229,11 +229,29 @@ def _facts(state: BatchState, row: int) -> dict[str, tuple[object, object]]:
         "num_computed_tokens": (computed, min(computed, known)),
         "prompt_len, prefill_len, num_tokens": ([prompt, prefill, known], sorted((prompt, prefill, known))),
     }
+    if phase is RowPhase.PREEMPTED:
+        facts["prefill_len"] = (prefill, known)
     for number, (blocks, group) in enumerate(zip(rows.blocks, state.plan.groups, strict=True)):
         held = int(blocks.length[row])
         holds_none = phase in (RowPhase.FREE, RowPhase.PREEMPTED)
         facts[f"blocks[{number}].length"] = (held, 0 if holds_none else max(held, group.blocks_for(computed)))
     return facts
+
+
+def check_rows_stay(before: BatchState, after: BatchState) -> None:
+    """A request keeps its row from one state to a later one, and a row's `generation` counts its requests.
+
+    `after` is what `prepare` made of `before`.
+    """
+    old, new = before.rows, after.rows
+    begun = {each.request_id for each in after.need_step("check_rows_stay").schedule.new}
+    for row, name in enumerate(new.request_ids):
+        known = row < len(old)
+        if known and name is not None and name not in begun and old.request_ids[row] != name:
+            raise CheckError("rows", f"row {row}", "request_ids", old.request_ids[row], name)
+        generation = (int(old.generation[row]) if known else 0) + (name in begun)
+        if new.generation[row] != generation:
+            raise CheckError("rows", f"row {row} ({name})", "generation", generation, int(new.generation[row]))
 
 
 def poison(kv: KV, state: BatchState, keep: Sequence[str] | None = None) -> None:

@@ -31,7 +31,7 @@ from fstep.state import (
     Schedule,
 )
 from fstep.testing.adversary import Scheduler, adversary
-from fstep.testing.checks import CheckError, check_batch, check_state, guarded, poison
+from fstep.testing.checks import CheckError, check_batch, check_rows_stay, check_state, guarded, poison
 from fstep.testing.reference import reference_tokens
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def checked_step(
     todo, sched_after = pure(scheduler)(sched, state)
     prepared = pure(ops.prepare)(state, todo)
     check_state(sched_after, prepared)
+    check_rows_stay(state, prepared)
     prepared = pure(ops.build_meta)(pure(ops.pad)(prepared))
     check_batch(prepared)
     poison(kv, prepared)

@@ -33,6 +33,7 @@ from fstep.testing import (
     check_logits_indices,
     check_query_start_loc,
     check_rows,
+    check_rows_stay,
     check_same,
     check_seq_lens,
     check_slots,
@@ -217,6 +218,7 @@ def with_column(state, **columns):
             {"prefill_len": [6, 1]},
             r"row 1 \(y\): prompt_len, prefill_len, num_tokens is \[2, 1, 2\], expected \[1, 2, 2\]",
         ),
+        ({"phase": [2, 1], "prefill_len": [5, 2], "prompt_len": [5, 2]}, r"row 0 \(x\): prefill_len is 5, expected 6"),
         ({"phase": [2, 1]}, r"row 0 \(x\): blocks\[0\]\.length is 2, expected 0"),
         ({"phase": [1, 0]}, r"row 1 \(y\): phase is True, expected False"),
     ],
@@ -225,6 +227,17 @@ def test_a_row_at_odds_with_itself_is_named(columns, message):
     check_rows(running())
     with pytest.raises(CheckError, match=message):
         check_rows(with_column(running(), **columns))
+
+
+def test_a_row_that_changes_hands_is_named():
+    state = running()
+    again = ops.prepare(state, Schedule())
+    check_rows_stay(state, again)
+    moved = evolve(again, rows=evolve(again.rows, request_ids=type(again.rows.request_ids)(("y", "x"))))
+    with pytest.raises(CheckError, match="rows: row 0: request_ids is y, expected x"):
+        check_rows_stay(state, moved)
+    with pytest.raises(CheckError, match=r"rows: row 1 \(y\): generation is 2, expected 1"):
+        check_rows_stay(state, with_column(again, generation=[1, 2]))
 
 
 def test_poison_spares_computed_tokens_alone():
