@@ -14,7 +14,7 @@ written. One writer thread.
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from attrs import frozen
@@ -109,8 +109,7 @@ class Log:
 
     def gather(self, rows: NDArray[Any], columns: NDArray[Any]) -> I32:
         """Item `columns[i]` of row `rows[i]`, for all i; every column must lie below its row's length: `[n]`."""
-        data = self.arena.data
-        return cast(I32, np.take(data, self.map.rows[rows] * data.shape[1] + columns))
+        return self.arena.data[self.map.rows[rows], columns]
 
     def table(self, rows: NDArray[Any], width: int) -> I32:
         """The first `width` items of each row, 0 where it has fewer: `[len(rows), width]`."""
