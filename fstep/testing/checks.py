@@ -26,6 +26,7 @@ from fstep.state import (
     RowPhase,
     SamplingParams,
     SchedState,
+    Schedule,
     Tail,
     i32,
 )
@@ -236,6 +237,19 @@ def _facts(state: BatchState, row: int) -> dict[str, tuple[object, object]]:
         holds_none = phase in (RowPhase.FREE, RowPhase.PREEMPTED)
         facts[f"blocks[{number}].length"] = (held, 0 if holds_none else max(held, group.blocks_for(computed)))
     return facts
+
+
+def check_limits(todo: Schedule, after: SchedState) -> None:
+    """A schedule keeps within the limits of the scheduler that made it, `after` being what it returned beside it."""
+    limits, counts = after.limits, todo.num_scheduled_tokens
+    longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
+    for field_name, limit, actual in (
+        ("max_num_batched_tokens", limits.max_num_batched_tokens, int(counts.sum())),
+        ("max_num_seqs", limits.max_num_seqs, len(after.running)),
+        ("long_prefill_token_threshold", longest, int(counts.max(initial=0))),
+    ):
+        if actual > limit:
+            raise CheckError("limits", "schedule", field_name, f"at most {limit}", actual)
 
 
 def check_rows_stay(before: BatchState, after: BatchState) -> None:

@@ -19,6 +19,7 @@ from fstep.testing import (
     RollingModel,
     adversarial_schedule,
     check_against_reference,
+    check_limits,
     check_same,
     play,
     poison,
@@ -51,7 +52,7 @@ def test_i1_tokens_do_not_depend_on_the_schedule(kind, start, examples, tally):
     @given(scripts(layer_groups))
     def holds(script):
         model = make(script.plan)
-        played = play(script, *start(model, script.plan))
+        played = play(script, *start(model, script.plan), watch=lambda step: check_limits(step.schedule, step.sched))
         tally.update(played.counts)
         check_against_reference(model, script.plan, played.answers)
 

@@ -30,6 +30,7 @@ from fstep.testing import (
     arrays_of,
     check_batch,
     check_conservation,
+    check_limits,
     check_logits_indices,
     check_query_start_loc,
     check_rows,
@@ -227,6 +228,21 @@ def test_a_row_at_odds_with_itself_is_named(columns, message):
     check_rows(running())
     with pytest.raises(CheckError, match=message):
         check_rows(with_column(running(), **columns))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (SchedLimits(max_num_batched_tokens=6), "limits: schedule: max_num_batched_tokens is 7, expected at most 6"),
+        (SchedLimits(max_num_seqs=1), "limits: schedule: max_num_seqs is 2, expected at most 1"),
+        (SchedLimits(long_prefill_token_threshold=4), "long_prefill_token_threshold is 5, expected at most 4"),
+    ],
+)
+def test_a_schedule_past_its_limits_is_named(limits, message):
+    sched = evolve(SchedState.empty(PLAN, limits), running=("x", "y"))
+    with pytest.raises(CheckError, match=message):
+        check_limits(running().step.schedule, sched)
+    check_limits(running().step.schedule, evolve(sched, limits=SchedLimits(2, 7, 5)))
 
 
 def test_a_row_that_changes_hands_is_named():
