@@ -12,16 +12,19 @@ from fstep.state import KV, BatchState, DeviceInputs, DeviceMeta, Env, Meta, Out
 def forward(state: BatchState, env: Env, kv: KV, taps: tuple[str, ...] = ()) -> tuple[BatchState, KV]:
     """The state with the step's `Output`: float32 logits `[L, V]` of the rows that draw, and the next KV handle.
 
-    `taps` names intermediates of the model that are wanted too, `[Tp, …]` each, for the padded batch. `kv` is dead
-    afterwards, unless something raised. Raises `PhaseError` before `build_meta`, `DonatedError` for a handle that was
-    used, `StaleStateError` for a state that is not the newest of the cache's line, `ValueError` for an unknown tap.
+    `taps` names intermediates of the model that are wanted too, `[Tp, …]` each, for the padded batch (copy one before
+    you change it in place: they are inference tensors). `kv` is dead afterwards, unless something raised.
+
+    Raises `PhaseError` before `build_meta`, `DonatedError` for a handle that was used, `StaleStateError` for a state
+    that is not the newest of the cache's line, `ValueError` for an unknown tap.
     """
     step = state.need_step("forward")
     meta = step.need_meta("forward")
     epoch = next_epoch(state, kv)
     if len(step.inputs.token_ids):
         x = _device_inputs(step, meta, env, tuple(group.block_size for group in state.plan.groups))
-        hidden = env.model.hidden(env.params, x, kv, env.device.kernels, taps)
+        with torch.inference_mode():  # a tenth of a decode step on a CPU is autograd's bookkeeping otherwise
+            hidden = env.model.hidden(env.params, x, kv, env.device.kernels, taps)
         drawn = hidden.states.index_select(0, x.logits_indices)
         output = Output(env.model.logits(env.params, drawn, env.device.kernels), hidden.taps)
     else:
