@@ -15,14 +15,23 @@ from fstep.ops.requests import abort, add, check_request, has_unended, has_work
 if TYPE_CHECKING:
     from fstep.ops._forward import forward
     from fstep.ops._sample import sample
-    from fstep.ops._step import fetch, step
+    from fstep.ops._step import collect, fetch, launch, step
 
 
-_NEED_TORCH = MappingProxyType({"forward": "_forward", "sample": "_sample", "step": "_step", "fetch": "_step"})
+_NEED_TORCH = MappingProxyType(
+    {
+        "forward": "_forward",
+        "sample": "_sample",
+        "step": "_step",
+        "launch": "_step",
+        "collect": "_step",
+        "fetch": "_step",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:
-    """`forward`, `sample`, `step` and `fetch`."""
+    """What needs torch, imported when it is first asked for."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"fstep.ops.{_NEED_TORCH[name]}"), name)
@@ -34,11 +43,13 @@ __all__ = [
     "adopt",
     "build_meta",
     "check_request",
+    "collect",
     "commit",
     "fetch",
     "forward",
     "has_unended",
     "has_work",
+    "launch",
     "pad",
     "prepare",
     "revive",

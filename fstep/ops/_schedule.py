@@ -64,7 +64,7 @@ def schedule(sched: SchedState, state: BatchState) -> tuple[Schedule, SchedState
     resumed: tuple[str, ...] = ()
     new: tuple[NewRequest, ...] = ()
     if not victims:
-        places = sched.limits.max_num_seqs - len(running)
+        places = max(sched.limits.max_num_seqs - len(running), 0)
         resumed, new, more = _admit(sched, state, preempted, places, grants, pools)
         grants = grants + more
     admitted = resumed + tuple(each.request_id for each in new)

@@ -19,16 +19,29 @@ def step(
 ) -> tuple[BatchState, SchedState, KV, Schedule, tuple[RowEvent, ...]]:
     """One step of all requests: what comes after it, and what was scheduled and what happened in it.
 
-    Should it raise, the arguments are still good (the KV handle too, if the model was what raised).
+    Should the model raise, the arguments are still good, the KV handle too. Whoever wants to go on after an exception
+    that came later calls the two halves, and keeps the handle that `launch` returned.
     """
+    state, sched, kv = launch(state, sched, env, kv)
+    todo = state.need_step("step").schedule
+    state, events = collect(state, env)
+    return state, sched, kv, todo, events
+
+
+def launch(state: BatchState, sched: SchedState, env: Env, kv: KV) -> tuple[BatchState, SchedState, KV]:
+    """The first half of a step, from `schedule` to `forward`."""
     todo, sched = schedule(sched, state)
     state = prepare(state, todo)
     state = pad(state)
     state = build_meta(state)
     state, kv = forward(state, env, kv)
+    return state, sched, kv
+
+
+def collect(state: BatchState, env: Env) -> tuple[BatchState, tuple[RowEvent, ...]]:
+    """The second half: tokens drawn, brought to the host and committed."""
     state = sample(state, env)
-    state, events = commit(state, fetch(state, env))
-    return state, sched, kv, todo, events
+    return commit(state, fetch(state, env))
 
 
 def fetch(state: BatchState, env: Env) -> Sampled:

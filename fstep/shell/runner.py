@@ -34,7 +34,8 @@ class Runner:
     """A model over a KV cache, and the requests that share it.
 
     `state`, `sched` and `kv` are values, and may be read, kept or replaced between steps (all three together). If a
-    step raises, they are what they were before it, and the step can be tried again.
+    step raises, `state` and `sched` are what they were before it, and the step can be tried again. When the model had
+    run already, so that the cache is ahead of the state, the next step prefills the requests' tokens anew.
     """
 
     def __init__(self, env: Env, plan: Plan, limits: SchedLimits, kv: KV) -> None:
@@ -63,8 +64,12 @@ class Runner:
 
     def step(self) -> StepReport:
         """One step of all requests."""
-        self.state, self.sched, self.kv, schedule, events = ops.step(self.state, self.sched, self.env, self.kv)
-        report = StepReport(schedule, events, self.state)
+        if self.state.kv_epoch != self.kv.epoch:  # a step raised after its forward
+            self.state, self.sched = ops.revive(self.state, self.sched, self.kv)
+        launched, sched, self.kv = ops.launch(self.state, self.sched, self.env, self.kv)
+        self.state, events = ops.collect(launched, self.env)
+        self.sched = sched
+        report = StepReport(launched.need_step("step").schedule, events, self.state)
         self._retire()
         return report
 

@@ -7,17 +7,17 @@ from attrs import evolve
 from fstep import demo_model, ops
 from fstep.models.checkpoint import Checkpoint
 from fstep.shell import CpuDevice, Engine
-from fstep.state import CacheConfig, ConfigError, FinishReason, RequestError, SamplingParams, SchedLimits
+from fstep.state import CacheConfig, ConfigError, DeviceError, FinishReason, RequestError, SamplingParams, SchedLimits
 from fstep.testing.toy import ToyTransformer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
-def toy_engine(limits=None, **cache):
+def toy_engine(limits=None, device=None, **cache):
     model = ToyTransformer()
     checkpoint = Checkpoint(model, model.init(), (), None)
     sizes = CacheConfig(**{"block_size": 4, "num_blocks": 12, **cache})
-    return Engine.from_checkpoint(checkpoint, CpuDevice(), limits or SchedLimits(), sizes)
+    return Engine.from_checkpoint(checkpoint, device or CpuDevice(), limits or SchedLimits(), sizes)
 
 
 @pytest.fixture
@@ -141,6 +141,54 @@ def test_a_step_that_raised_can_be_tried_again(engine):
     while engine.has_unfinished():
         outputs = engine.step()
     assert outputs[0].token_ids == expected
+
+
+class Failing(CpuDevice):
+    """A CPU whose transfers fail when they are told to."""
+
+    __slots__ = ("fails",)
+
+    def put(self, arrays):
+        self._check("put")
+        return super().put(arrays)
+
+    def get(self, tensors):
+        self._check("get")
+        return super().get(tensors)
+
+    def _check(self, verb):
+        if self.fails and self.fails[-1] == verb:
+            raise DeviceError(self.fails.pop())
+        if self.fails and self.fails[-1] == "let one through":
+            self.fails.pop()
+
+
+@pytest.mark.parametrize("fails", [["put"], ["put", "let one through"], ["get"]], ids=["forward", "sample", "fetch"])
+@pytest.mark.parametrize("change", ["nothing", "an abort", "a new request"])
+def test_a_device_that_fails_in_any_phase_loses_nothing(fails, change):
+    """Whatever phase fails, and whatever is asked for before the next try, each request gives its own tokens."""
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(temperature=2, seed=5, max_tokens=6)
+    expected = [each.token_ids for each in toy_engine().generate(prompts, params)]
+    device = Failing()
+    object.__setattr__(device, "fails", [])
+    engine = toy_engine(device=device)
+    names = [engine.add(prompt, params) for prompt in prompts]
+    newest = {output.request_id: output for output in engine.step() + engine.step()}
+    before = engine.state.digest()
+    device.fails.extend(fails)
+    with pytest.raises(DeviceError):
+        engine.step()
+    assert (engine.state.digest(), device.fails) == (before, [])
+    if change == "an abort":
+        engine.abort(names[1])
+    if change == "a new request":
+        names.append(engine.add(prompts[0], params))
+    while engine.has_unfinished():
+        newest |= {output.request_id: output for output in engine.step()}
+    assert newest[names[0]].token_ids == expected[0]
+    assert newest[names[1]].token_ids == (expected[1][:2] if change == "an abort" else expected[1])
+    assert all(newest[name].token_ids == expected[0] for name in names[2:])
+    assert idle(engine)
 
 
 def test_the_step_functions_go_on_where_the_engine_is(engine):
