@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns the exit code."""
     options = _parser().parse_args(argv)
     torch.set_num_threads(options.threads)
-    prompt_len, new_tokens, rounds = (24, 24, 1) if options.quick else (64, 64, options.rounds)
+    prompt_len, new_tokens, rounds = (16, 16, 1) if options.quick else (64, 64, options.rounds)
     path = options.model or demo_model()
     engine = Engine.from_pretrained(path)
     model = _transformers_model(path, engine)
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32], help="requests at a time (1 and 32)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved runs of each way (3)")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
-    parser.add_argument("--quick", action="store_true", help="one round of 24 prompt and 24 new tokens")
+    parser.add_argument("--quick", action="store_true", help="one round of 16 prompt and 16 new tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser
 
@@ -237,7 +237,7 @@ def _ratio(figures: Mapping[str, float]) -> float:
 
 def _print_table(figures: Mapping[int, Mapping[str, float]]) -> None:
     ways = ("fstep", "generate", "generate_batch")
-    heads = [*(f"{way} tok/s" for way in ways), *(f"fstep / {way}" for way in ways[1:]), "ratio"]
+    heads = [*(f"{way} tok/s" for way in ways), *(f"over {way}" for way in ways[1:]), "ratio"]
     print(f"{'requests':>8}" + "".join(f"{head:>22}" for head in heads))
     for requests, each in figures.items():
         cells = [f"{each[way]:.1f}" for way in ways] + [f"{each['fstep'] / each[way]:.2f}" for way in ways[1:]]
