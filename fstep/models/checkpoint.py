@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from attrs import frozen
 
 from fstep.models.tokenizer import Tokenizer
-from fstep.state import CheckpointError, Model, Tree
+from fstep.state import CheckpointError, Kernels, Model, Tree
 
 
 @frozen(eq=False)
@@ -38,3 +40,16 @@ def load_checkpoint(path: str | Path, dtype: str = "float32") -> Checkpoint:
 
         return read_gguf(path, dtype)
     raise CheckpointError(f"{path}: must be a folder with config.json and safetensors files, or a file named *.gguf")
+
+
+def placed(params: Tree, kernels: Kernels) -> Tree:
+    """The same parameters, every matrix that is named "weight" in the form in which `kernels.linear` reads it best."""
+
+    def place(name: str, node: Any) -> Any:
+        if isinstance(node, Mapping):
+            return {key: place(key, value) for key, value in cast(Tree, node).items()}
+        if isinstance(node, tuple):
+            return tuple(place(name, value) for value in cast(tuple[Any, ...], node))
+        return kernels.weight(node) if name == "weight" else node
+
+    return place("", params)

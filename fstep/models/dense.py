@@ -14,9 +14,9 @@ vocabulary; weights are `[out, in]`)::
         gate_up_proj                {weight [2 I, H], bias [2 I]}: gate, up
         down_proj                   {weight [H, I], bias [H]}
     norm                [H]
-    lm_head             [V, H]; absent if the embeddings are tied
+    lm_head.weight      [V, H]; that of the embeddings, if they are tied
 
-A key that a configuration has no use for (a bias, `qk_norm`, `lm_head`) is absent. Queries, keys and values are one
+A key that a configuration has no use for (a bias, `qk_norm`) is absent. Queries, keys and values are one
 product, and gate and up are one, because at one token the number of calls counts.
 """
 
@@ -131,21 +131,22 @@ class DenseDecoder:
         eps = self.config.rms_norm_eps
         states = F.embedding(x.token_ids, params["embed_tokens"])
         step = _shared(self.config, params, x, kernels)
-        taken = {"embed": states}
-        for n, (layer, cache) in enumerate(zip(params["layers"], kv.layers, strict=True)):
-            attn = _attention(step, layer, rms_norm(states, layer["input_layernorm"], eps), cache)
-            states = attn + states  # in this order the sum has the strides of the product, which the kernels chose
-            mlp = _mlp(step, layer, rms_norm(states, layer["post_attention_layernorm"], eps))
-            states = mlp + states
+        taken, layers = {"embed": states}, params["layers"]
+        normed = kernels.rms_norm(states, layers[0]["input_layernorm"], eps)
+        following = (*(layer["input_layernorm"] for layer in layers[1:]), params["norm"])
+        for n, (layer, cache, norm) in enumerate(zip(layers, kv.layers, following, strict=True)):
+            attn = _attention(step, layer, normed, cache)
+            states, normed = kernels.add_rms_norm(states, attn, layer["post_attention_layernorm"], eps)
+            mlp = _mlp(step, layer, normed)
+            states, normed = kernels.add_rms_norm(states, mlp, norm, eps)
             if taps:
                 named = {f"layers.{n}.attn": attn, f"layers.{n}.mlp": mlp, f"layers.{n}": states}
                 taken.update((name, tensor) for name, tensor in named.items() if name in taps)
-        taken["norm"] = rms_norm(states, params["norm"], eps)
+        taken["norm"] = normed
         return Hidden(taken["norm"], {name: taken[name] for name in taps})
 
     def logits(self, params: Tree, hidden: Tensor, kernels: Kernels) -> Tensor:
-        weight = params["embed_tokens"] if self.config.tie_word_embeddings else params["lm_head"]
-        return kernels.linear(hidden, weight).float()
+        return _linear(kernels, params["lm_head"], hidden).float()
 
     def _check_taps(self, taps: tuple[str, ...]) -> None:
         layers = [f"layers.{n}" for n in range(self.config.num_hidden_layers)] if taps else []
@@ -173,24 +174,14 @@ def _shared(config: DenseConfig, params: Tree, x: DeviceInputs, kernels: Kernels
     return _Shared(config, rotation, AttentionSpec(*heads, head_dim, head_dim**-0.5), x.groups[0], kernels)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension (Zhang & Sennrich 2019), worked out in float32: as `x`.
-
-    Spelled out, and with a sum for the mean, because on a CPU that is the fastest for either order of strides.
-    """
-    wide = x.float()
-    scale = (wide * wide).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * scale).type_as(x).mul_(weight)
-
-
 def _attention(step: _Shared, layer: Mapping[str, Any], x: Tensor, cache: LayerKV) -> Tensor:
     """What attention adds to the residual stream; K and V of `x [Tp, H]` are written to the cache first."""
     config, kernels = step.config, step.kernels
     heads = _linear(kernels, layer["qkv_proj"], x).view(-1, config.num_heads, config.head_dim)
     qk, v = heads[:, : config.num_qk_heads], heads[:, config.num_qk_heads :]
     if config.qk_norm:
-        qk = rms_norm(qk, layer["qk_norm"], config.rms_norm_eps)
-    qk = step.rotation.turn(qk)
+        qk = kernels.rms_norm(qk, layer["qk_norm"], config.rms_norm_eps)
+    qk = kernels.rotate(qk, step.rotation.cos, step.rotation.sin)
     q, k = qk[:, : config.num_attention_heads], qk[:, config.num_attention_heads :]
     kernels.write_kv(cache, k, v, step.meta.slot_mapping)
     attended = kernels.attention(q, cache, step.meta, step.spec)
@@ -198,8 +189,8 @@ def _attention(step: _Shared, layer: Mapping[str, Any], x: Tensor, cache: LayerK
 
 
 def _mlp(step: _Shared, layer: Mapping[str, Any], x: Tensor) -> Tensor:
-    gate, up = _linear(step.kernels, layer["gate_up_proj"], x).chunk(2, dim=-1)
-    return _linear(step.kernels, layer["down_proj"], F.silu(gate).mul_(up))
+    gated = step.kernels.silu_mul(_linear(step.kernels, layer["gate_up_proj"], x))
+    return _linear(step.kernels, layer["down_proj"], gated)
 
 
 def _linear(kernels: Kernels, product: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -256,8 +247,7 @@ def assemble(config: DenseConfig, names: Iterable[str], read: Callable[[str], Te
     tree: dict[str, Any] = {"embed_tokens": checked(EMBEDDINGS), "inv_freq": config.rope.inv_freq(config.head_dim)}
     tree["layers"] = tuple(_layer(config, f"model.layers.{n}.", checked) for n in range(config.num_hidden_layers))
     tree["norm"] = checked("model.norm.weight")
-    if not config.tie_word_embeddings:
-        tree["lm_head"] = checked(LM_HEAD)
+    tree["lm_head"] = {"weight": tree["embed_tokens"] if config.tie_word_embeddings else checked(LM_HEAD)}
     return tree
 
 

@@ -153,15 +153,6 @@ class Rotation:
         cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
         return cls(torch.cat((cos, cos), dim=-1).to(dtype), sin.to(dtype))
 
-    def turn(self, heads: Tensor) -> Tensor:
-        """`heads [Tp, num_heads, head_dim]`, rotated: the same shape."""
-        first, second = heads.chunk(2, dim=-1)
-        turned = heads * self.cos
-        turned_first, turned_second = turned.chunk(2, dim=-1)
-        turned_first.addcmul_(second, self.sin, value=-1)
-        turned_second.addcmul_(first, self.sin)
-        return turned
-
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
     """How much YaRN sharpens attention for a stretch of `factor`, if the checkpoint doesn't say it outright."""

@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, evolve, fields, frozen
 from numpy.typing import NDArray
 
-from fstep.models.checkpoint import Checkpoint, load_checkpoint
+from fstep.models.checkpoint import Checkpoint, load_checkpoint, placed
 from fstep.models.tokenizer import Tokenizer
 from fstep.shell.cpu import CpuDevice
 from fstep.shell.detokenizer import Detokenizer
@@ -108,15 +108,23 @@ class Engine:
         `CheckpointError` if the model can't be read, `ConfigError` for a setting out of its range.
         """
         limits, cache = _configured(limits or SchedLimits(), cache or CacheConfig(), settings)
-        return cls.from_checkpoint(load_checkpoint(Path(path)), device or CpuDevice(), limits, cache)
+        return cls.from_checkpoint(load_checkpoint(Path(path)), device, limits, cache)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, device: Device, limits: SchedLimits, cache: CacheConfig) -> Engine:
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        device: Device | None = None,
+        limits: SchedLimits | None = None,
+        cache: CacheConfig | None = None,
+    ) -> Engine:
         """An engine for a model that is in memory already."""
+        device, limits, cache = device or CpuDevice(), limits or SchedLimits(), cache or CacheConfig()
         model = checkpoint.model
         plan = plan_for(model, cache, limits, checkpoint.eos_token_ids)
         kv = new_kv(plan, model.kv_specs(), device)
-        return cls(Runner(Env(model, checkpoint.params, device), plan, limits, kv), checkpoint.tokenizer)
+        params = placed(checkpoint.params, device.kernels)
+        return cls(Runner(Env(model, params, device), plan, limits, kv), checkpoint.tokenizer)
 
     @property
     def state(self) -> BatchState:

@@ -135,8 +135,31 @@ class Kernels(Protocol):
         """Causal attention of `q [Tp, num_heads, head_dim]` over the cache: the same shape."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def weight(self, matrix: Tensor) -> Any:
+        """A matrix `[out, in]` in the form in which `linear` reads it best; the matrix as it is will do as well."""
+        ...
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """`x [Tp, in]` times `weight [out, in]`, transposed, plus `bias [out]`: `[Tp, out]`, strides as it suits."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root mean square norm over the last dimension (Zhang & Sennrich 2019), worked out in float32: as `x`."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`x + more`, `[Tp, H]`, and its norm."""
+        ...
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary positions: `heads [Tp, n, head_dim]`, turned by `cos [Tp, 1, head_dim]`, `sin [Tp, 1, head_dim / 2]`.
+
+        The halves of a head are the two coordinates. May write over `heads`.
+        """
+        ...
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """silu of the first half of `x [Tp, 2 n]` times the second half: `[Tp, n]`."""
         ...
 
 

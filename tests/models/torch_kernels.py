@@ -57,8 +57,29 @@ class PlainKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        product = x @ weight.T
+        product = x.new_empty((len(x), len(weight)))  # row by row: torch's sums may run in another order for more rows
+        for row, y in zip(x, product, strict=True):
+            y.copy_(weight @ row)
         return product if bias is None else product + bias
+
+    def weight(self, matrix: Tensor) -> Tensor:
+        return matrix
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x + more, self.rms_norm(x + more, weight, eps)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = heads.chunk(2, dim=-1)
+        cos = cos[..., : cos.shape[-1] // 2]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return gate * torch.sigmoid(gate) * up
 
 
 class TransposedKernels(PlainKernels):

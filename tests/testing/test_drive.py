@@ -5,8 +5,9 @@ from attrs import evolve, frozen
 from hypothesis import HealthCheck, Phase, given, settings
 
 from fstep import ops
-from fstep.shell.cpu import CpuDevice, CpuKernels
+from fstep.shell.cpu import CpuDevice
 from fstep.shell.kv import new_kv
+from fstep.shell.torch_kernels import TorchKernels
 from fstep.state import (
     Env,
     FinishReason,
@@ -109,7 +110,7 @@ def test_a_scheduler_that_does_nothing_is_found():
 
 
 @frozen
-class WritesPadding(CpuKernels):
+class WritesPadding(TorchKernels):
     """Takes slot -1 for an index: the last slot of the cache."""
 
     def write_kv(self, layer, k, v, slots):
@@ -119,7 +120,7 @@ class WritesPadding(CpuKernels):
 
 
 @frozen
-class WritesLate(CpuKernels):
+class WritesLate(TorchKernels):
     """Leaves out the last token."""
 
     def write_kv(self, layer, k, v, slots):
@@ -127,7 +128,7 @@ class WritesLate(CpuKernels):
 
 
 @frozen
-class SwapsKAndV(CpuKernels):
+class SwapsKAndV(TorchKernels):
     """Puts K where V belongs."""
 
     def write_kv(self, layer, k, v, slots):
