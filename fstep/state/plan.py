@@ -7,6 +7,7 @@ import enum
 from attrs import field, frozen
 
 from fstep.state.errors import ConfigError
+from fstep.state.kv_kinds import FullAttention, KVKind
 
 
 def about(text: str) -> dict[str, str]:
@@ -22,6 +23,20 @@ class Tail(enum.Enum):
 
 
 @frozen
+class RowOrder:
+    """In which order a step takes its requests: as the schedule has them, or those that decode first.
+
+    Raises `ConfigError` for a threshold below 1.
+    """
+
+    decode_threshold: int | None = None  #: most tokens of a decode, which go first then; None: as scheduled
+
+    def __attrs_post_init__(self) -> None:
+        if self.decode_threshold is not None and self.decode_threshold < 1:
+            raise ConfigError("decode_threshold", self.decode_threshold, "must be at least 1")
+
+
+@frozen
 class KVGroup:
     """Layers that share one block table."""
 
@@ -31,9 +46,10 @@ class KVGroup:
     recurrent: bool = (
         False  #: cells are made of earlier ones, so a forward can't read what another request writes in it
     )
+    kind: KVKind = field(factory=FullAttention)  #: what of its tokens a request still needs
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one request."""
+        """Blocks that hold `num_tokens` tokens of one request, whether it still needs them or not."""
         return -(-num_tokens // self.block_size)
 
 
@@ -55,6 +71,7 @@ class Plan:
     eos_token_ids: tuple[int, ...] = ()
     capture: tuple[BatchDescriptor, ...] = ()  #: ascending; empty: nothing is padded
     tail: Tail = Tail.REPEAT
+    order: RowOrder = field(factory=RowOrder)
     prefix_caching: bool = True  #: whether full blocks are kept for requests that begin alike
 
 
