@@ -135,13 +135,14 @@ def _add_fields(group: argparse._ArgumentGroup, cls: type[attrs.AttrsInstance]) 
         about = each.metadata["help"]
         if each.default is not None and each.default != () and each.default is not False:
             about += f" (default: {each.default})"
-        group.add_argument(_flag(each.name), default=argparse.SUPPRESS, help=about, **_kind(hints[each.name]))
+        kind = _kind(hints[each.name], each.default)
+        group.add_argument(_flag(each.name), default=argparse.SUPPRESS, help=about, **kind)
 
 
-def _kind(hint: Any) -> dict[str, Any]:
+def _kind(hint: Any, default: Any) -> dict[str, Any]:
     """How an option reads a field of that type."""
     if hint is bool:
-        return {"action": "store_true"}
+        return {"action": argparse.BooleanOptionalAction if default else "store_true"}
     if hint is float:
         return {"type": float, "metavar": "X"}
     if hint == tuple[str, ...]:

@@ -128,7 +128,7 @@ def options():
 def test_each_field_is_an_option_with_its_help_and_default(cls):
     for each in attrs.fields(cls):
         option = options()[each.name]
-        assert option.option_strings == [f"--{each.name.replace('_', '-')}"]
+        assert option.option_strings[0] == f"--{each.name.replace('_', '-')}"
         assert option.help.startswith(each.metadata["help"])
         if isinstance(each.default, float | int) and not isinstance(each.default, bool):
             assert option.help.endswith(f"(default: {each.default})")

@@ -9,8 +9,9 @@ from fstep.ops._commit import commit
 from fstep.ops._pad import pad
 from fstep.ops._prepare import prepare
 from fstep.ops._schedule import schedule
+from fstep.ops.forks import extend, fork
 from fstep.ops.lines import adopt, revive
-from fstep.ops.requests import abort, add, check_request, has_unended, has_work
+from fstep.ops.requests import abort, add, check_request, has_unended, has_work, reweigh
 
 if TYPE_CHECKING:
     from fstep.ops._forward import forward
@@ -45,7 +46,9 @@ __all__ = [
     "check_request",
     "collect",
     "commit",
+    "extend",
     "fetch",
+    "fork",
     "forward",
     "has_unended",
     "has_work",
@@ -53,6 +56,7 @@ __all__ = [
     "pad",
     "prepare",
     "revive",
+    "reweigh",
     "sample",
     "schedule",
     "step",

@@ -16,6 +16,8 @@ from fstep.state import (
     BatchState,
     FinishReason,
     Inputs,
+    Intp,
+    Log,
     RowEvent,
     RowPhase,
     Rows,
@@ -46,8 +48,20 @@ def commit(state: BatchState, got: Sampled) -> tuple[BatchState, tuple[RowEvent,
         phase=put(rows.phase, at, kept.phase) if (kept.phase != RowPhase.RUNNING).any() else rows.phase,
         num_tokens=put(rows.num_tokens, at, num_tokens),
         num_computed_tokens=put(rows.num_computed_tokens, at, inputs.seq_lens),
+        weights=_with_version(rows, at[some], step.output.weights_version) if step.output else rows.weights,
     )
     return BatchState(state.plan, after, state.line, state.kv_epoch), _events(step.schedule.request_ids, inputs, kept)
+
+
+def _with_version(rows: Rows, at: Intp, weights_version: int) -> Log:
+    """Notes the weights version for the rows whose last one, 0 at first, was another."""
+    length = rows.weights.length[at]
+    if weights_version == 0 and not length.any():
+        return rows.weights
+    last = np.where(length > 0, rows.weights.gather(at, np.maximum(length - 1, 0)), 0)
+    other = at[last != weights_version]
+    pairs = np.stack((rows.num_tokens[other], np.full(len(other), weights_version)), axis=1, dtype=np.int32)
+    return rows.weights.append(other, pairs.ravel(), np.full(len(other), 2)) if len(other) else rows.weights
 
 
 @frozen(eq=False)

@@ -9,7 +9,10 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from fstep.state import (
+    I32,
+    I64,
     BatchState,
+    CacheKey,
     Finished,
     Inputs,
     Intp,
@@ -19,6 +22,7 @@ from fstep.state import (
     Plan,
     Ragged,
     RequestIds,
+    Resumed,
     RowPhase,
     Rows,
     SamplingRows,
@@ -51,7 +55,7 @@ def _changed(rows: Rows, schedule: Schedule, plan: Plan) -> Rows:
     if schedule.preempted:
         rows = _preempt(rows, schedule.preempted)
     if schedule.resumed:
-        rows = _resume(rows, tuple(each.request_id for each in schedule.resumed))
+        rows = _resume(rows, schedule.resumed)
     if schedule.new:
         rows = _admit(rows, schedule.new, plan)
     return rows
@@ -101,6 +105,7 @@ def _finish(rows: Rows, finished: tuple[Finished, ...]) -> Rows:
         prefill_len=put(rows.prefill_len, at, 0),
         num_tokens=put(rows.num_tokens, at, 0),
         num_computed_tokens=put(rows.num_computed_tokens, at, 0),
+        weights=rows.weights.cleared(at),
     )
 
 
@@ -115,36 +120,70 @@ def _preempt(rows: Rows, names: tuple[str, ...]) -> Rows:
     )
 
 
-def _resume(rows: Rows, names: tuple[str, ...]) -> Rows:
+def _resume(rows: Rows, resumed: tuple[Resumed, ...]) -> Rows:
+    names = tuple(each.request_id for each in resumed)
     at = _in_phase(rows, names, RowPhase.PREEMPTED, "resumed")
-    return evolve(rows, phase=put(rows.phase, at, RowPhase.RUNNING))
+    computed = [each.num_computed_tokens for each in resumed]
+    _check_cached(names, computed, rows.num_tokens[at])
+    return evolve(
+        rows,
+        phase=put(rows.phase, at, RowPhase.RUNNING),
+        num_computed_tokens=put(rows.num_computed_tokens, at, computed),
+    )
+
+
+def _check_cached(names: tuple[str, ...], computed: list[int], known: I32) -> None:
+    """A prefix-cache hit leaves at least the last token to compute."""
+    for name, hit, length in zip(names, computed, known.tolist(), strict=True):
+        if not 0 <= hit < length:
+            raise ScheduleError(name, f"num_computed_tokens={hit} must leave one of its {length} tokens to compute")
 
 
 def _admit(rows: Rows, new: tuple[NewRequest, ...], plan: Plan) -> Rows:
     for request in new:
         if request.request_id in rows.request_ids.row_of:
             raise ScheduleError(request.request_id, "can't be new: a request of this id has a row")
-    rows = _with_free_rows(rows, len(new))
+    rows = with_free_rows(rows, len(new))
     at = np.nonzero(rows.phase == RowPhase.FREE)[0][: len(new)]
     names = list(rows.request_ids)
     for row, request in zip(at.tolist(), new, strict=True):
         names[row] = request.request_id
     length = np.array([len(request.prompt_token_ids) for request in new], np.int32)
+    computed = [request.num_computed_tokens for request in new]
+    _check_cached(tuple(request.request_id for request in new), computed, length)
+    generation = rows.generation[at] + 1
     prompts = np.concatenate([request.prompt_token_ids for request in new])
     return evolve(
         rows,
         request_ids=RequestIds(names),
-        generation=put(rows.generation, at, rows.generation[at] + 1),
+        generation=put(rows.generation, at, generation),
         phase=put(rows.phase, at, RowPhase.RUNNING),
         tokens=rows.tokens.append(at, prompts, length),
         prompt_len=put(rows.prompt_len, at, length),
         prefill_len=put(rows.prefill_len, at, length),
         num_tokens=put(rows.num_tokens, at, length),
+        num_computed_tokens=put(rows.num_computed_tokens, at, computed),
         sampling=_with_sampling(rows.sampling, at, new, plan),
+        cache_keys=_replaced(rows.cache_keys, at, [request.cache_key for request in new]),
+        family=put(rows.family, at, family_of(at, generation)),
+        num_samples=put(rows.num_samples, at, [request.sample_index + 1 for request in new]),
     )
 
 
-def _with_free_rows(rows: Rows, count: int) -> Rows:
+def family_of(at: Intp, generation: I32) -> I64:
+    """A number that no other request of an engine has: `[n]`."""
+    return at.astype(np.int64) << 32 | generation
+
+
+def _replaced(column: tuple[CacheKey, ...], at: Intp, values: list[CacheKey]) -> tuple[CacheKey, ...]:
+    rows: list[int] = at.tolist()
+    wanted = dict(zip(rows, values, strict=True))
+    if all(column[row] == value for row, value in wanted.items()):
+        return column
+    return tuple(wanted.get(row, value) for row, value in enumerate(column))
+
+
+def with_free_rows(rows: Rows, count: int) -> Rows:
     """At least `count` free rows; a table that is too small at least doubles."""
     missing = count - int(np.count_nonzero(rows.phase == RowPhase.FREE))
     if missing <= 0:
@@ -161,6 +200,10 @@ def _with_free_rows(rows: Rows, count: int) -> Rows:
         num_tokens=frozen_array(grown(rows.num_tokens, size)),
         num_computed_tokens=frozen_array(grown(rows.num_computed_tokens, size)),
         sampling=rows.sampling.grown(size),
+        cache_keys=rows.cache_keys + (CacheKey(),) * (size - len(rows)),
+        family=frozen_array(grown(rows.family, size)),
+        num_samples=frozen_array(grown(rows.num_samples, size)),
+        weights=rows.weights.grown(size),
     )
 
 
@@ -173,6 +216,7 @@ def _with_sampling(sampling: SamplingRows, at: Intp, new: tuple[NewRequest, ...]
         top_p=put(sampling.top_p, at, [each.top_p for each in params]),
         min_p=put(sampling.min_p, at, [each.min_p for each in params]),
         seed=put(sampling.seed, at, np.array([each.seed or 0 for each in params], np.uint64)),
+        sample_index=put(sampling.sample_index, at, [request.sample_index for request in new]),
         max_tokens=put(sampling.max_tokens, at, [min(each.max_tokens or 2**31 - 1, 2**31 - 1) for each in params]),
         stop_token_ids=_with_stop_ids(sampling.stop_token_ids, at, stop),
     )

@@ -83,6 +83,7 @@ class _Columns:
     top_p: Tensor  #: float32
     min_p: Tensor  #: float32
     seed: tuple[Tensor, Tensor]  #: int64, the low and the high word
+    sample_index: Tensor  #: int64
     largest_k: int
     any_top_p: bool
     any_min_p: bool
@@ -93,8 +94,9 @@ def _on_device(sampling: SamplingRows, inputs: Inputs, hot: I32, env: Env) -> _C
     seed, top_k = sampling.seed[at], sampling.top_k[at]
     floats = (sampling.temperature[at], sampling.top_p[at], sampling.min_p[at])
     words = ((seed & np.uint64(_WORD)).astype(np.uint32), (seed >> np.uint64(32)).astype(np.uint32))
-    columns = (hot, inputs.sample_positions[hot], top_k, *(each.view(np.int32) for each in (*floats, *words)))
-    rows, position, k, temperature, top_p, min_p, low, high = env.device.put(columns)
+    integers = (hot, inputs.sample_positions[hot], sampling.sample_index[at], top_k)
+    columns = (*integers, *(each.view(np.int32) for each in (*floats, *words)))
+    rows, position, sample_index, k, temperature, top_p, min_p, low, high = env.device.put(columns)
     return _Columns(
         rows=rows.long(),
         position=position.long(),
@@ -103,6 +105,7 @@ def _on_device(sampling: SamplingRows, inputs: Inputs, hot: I32, env: Env) -> _C
         top_p=top_p.view(torch.float32),
         min_p=min_p.view(torch.float32),
         seed=(low.long() & _WORD, high.long() & _WORD),
+        sample_index=sample_index.long(),
         largest_k=int(top_k.max()),
         any_top_p=bool((floats[1] < 1).any()),
         any_min_p=bool((floats[2] > 0).any()),
@@ -150,15 +153,15 @@ def _with_noise(scores: Tensor, columns: _Columns) -> Tensor:
     num_rows, vocab_size = scores.shape
     lanes = torch.nn.functional.pad(scores, (0, -vocab_size % LANES), value=-torch.inf).view(num_rows, -1, LANES)
     row, call = (lanes > _HOPELESS).any(dim=-1).nonzero(as_tuple=True)
-    gumbel = _gumbel(columns.seed[0][row], columns.seed[1][row], columns.position[row], call)
+    seed = (columns.seed[0][row], columns.seed[1][row])
+    gumbel = _gumbel(seed, columns.sample_index[row], columns.position[row], call)
     hopeful = lanes[row, call]
     lifted = torch.where(hopeful > _HOPELESS, hopeful + gumbel, -torch.inf)
     return torch.full_like(lanes, -torch.inf).index_put_((row, call), lifted).view(num_rows, -1)
 
 
-def _gumbel(seed_low: Tensor, seed_high: Tensor, position: Tensor, call: Tensor) -> Tensor:
+def _gumbel(seed: tuple[Tensor, Tensor], sample_index: Tensor, position: Tensor, call: Tensor) -> Tensor:
     """The noise of four token ids a call: `[n, 4]` float32."""
-    zero = torch.zeros_like(call)
-    words = philox4x32((call, position, zero + TARGET, zero), (seed_low, seed_high))
+    words = philox4x32((call, position, torch.full_like(call, TARGET), sample_index), seed)
     upper = (torch.stack(words, dim=-1) >> (32 - UNIFORM_BITS)).double()
     return (-(-uniform(upper).log()).log()).float()

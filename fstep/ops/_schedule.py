@@ -2,21 +2,30 @@
 
 Running requests go first, in order of admission; then the preempted ones, then those that wait. A prompt is cut to
 what the budget leaves. When the free blocks don't suffice, the request admitted last gives all of its own back and
-starts again later, its output prefilled with its prompt; nobody is admitted in such a step. (vLLM's rules.)
+starts again later, its output prefilled with its prompt; nobody is admitted in such a step. A request that comes in
+shares the cached blocks of its longest known prefix; a block is known as soon as the step that fills it is scheduled,
+since attention writes before it reads. (vLLM's rules.)
 
 Nothing here copies history: a step costs O(running + changes).
 """
 
 from __future__ import annotations
 
-import numpy as np
-from attrs import frozen
+from collections.abc import Sequence
+from typing import TypeAlias
 
+import numpy as np
+from attrs import evolve, frozen
+
+from fstep.ops import prefix
 from fstep.state import (
     I32,
     BatchState,
     BlockPool,
     Finished,
+    FinishReason,
+    Intp,
+    KVGroup,
     NewRequest,
     Ragged,
     Resumed,
@@ -28,22 +37,38 @@ from fstep.state import (
     i32,
 )
 
+Pools: TypeAlias = tuple[BlockPool, ...]  #: one a KV group
+
 
 @frozen(eq=False)
 class _Grants:
     """What some requests get in this step: tokens, and new blocks in each KV group."""
 
     counts: I32  #: [n]
-    blocks: tuple[I32, ...]  #: one a group, [n]
-
-    def __getitem__(self, part: slice) -> _Grants:
-        return _Grants(self.counts[part], tuple(each[part] for each in self.blocks))
+    blocks: tuple[Ragged, ...]  #: one a group, over the `n` requests
 
     def __add__(self, other: _Grants) -> _Grants:
         if len(other.counts) == 0:
             return self
         pairs = zip(self.blocks, other.blocks, strict=True)
-        return _Grants(np.concatenate((self.counts, other.counts)), tuple(np.concatenate(pair) for pair in pairs))
+        return _Grants(np.concatenate((self.counts, other.counts)), tuple(a + b for a, b in pairs))
+
+
+@frozen(eq=False)
+class _Candidate:
+    """A request that may come in."""
+
+    num_tokens: int
+    hashes: tuple[tuple[bytes, ...], ...]  #: of its whole blocks, one tuple a KV group
+
+
+@frozen(eq=False)
+class _Admission:
+    """What a request that comes in gets."""
+
+    num_computed_tokens: int
+    count: int
+    blocks: tuple[I32, ...]  #: one a KV group, those of the hit first
 
 
 def schedule(sched: SchedState, state: BatchState) -> tuple[Schedule, SchedState]:
@@ -55,36 +80,41 @@ def schedule(sched: SchedState, state: BatchState) -> tuple[Schedule, SchedState
     rows = state.rows
     finished = _ended(sched, rows)
     gone = frozenset(each.request_id for each in finished)
-    pools = _give_back(sched.pools, rows, tuple(gone))
+    pools = _retire(tuple(pool.settled() for pool in sched.pools), rows, finished)
     running, preempted = _without(sched.running, gone), _without(sched.preempted, gone)
 
-    grants, kept = _continue(sched, state, running, pools)
+    kept, wanted, pools = _stay(sched, state, running, pools)
     victims, running = running[kept:], running[:kept]
-    pools = _give_back(pools, rows, victims)
-    resumed: tuple[str, ...] = ()
-    new: tuple[NewRequest, ...] = ()
+    grants, pools = _continue(state, running, wanted, pools, sched.weights_version)
+    admitted: tuple[_Admission, ...] = ()
     if not victims:
-        places = max(sched.limits.max_num_seqs - len(running), 0)
-        resumed, new, more = _admit(sched, state, preempted, places, grants, pools)
-        grants = grants + more
-    admitted = resumed + tuple(each.request_id for each in new)
-    new_blocks, pools = _take(pools, grants)
+        admitted, pools = _admit(sched, state, preempted, len(running), grants, pools)
+    resumed = tuple(map(Resumed, preempted, (each.num_computed_tokens for each in admitted)))
+    entering = admitted[len(resumed) :]
+    new = tuple(_with_hit(*pair) for pair in zip(sched.waiting, entering, strict=False))
+    names = tuple(each.request_id for each in (*resumed, *new))
+    grants = grants + _as_grants(admitted, state)
     made = Schedule(
         finished=finished,
         preempted=victims,
-        resumed=tuple(Resumed(name) for name in resumed),
+        resumed=resumed,
         new=new,
-        request_ids=running[: len(grants.counts) - len(admitted)] + admitted,
+        request_ids=running[: len(grants.counts) - len(names)] + names,
         num_scheduled_tokens=frozen_array(grants.counts),
-        new_blocks=new_blocks,
+        new_blocks=grants.blocks,
+        copies=sched.copies,
     )
     return made, SchedState(
         limits=sched.limits,
         pools=pools,
         waiting=sched.waiting[len(new) :],
-        running=running + admitted,
+        running=running + names,
         preempted=victims + preempted[len(resumed) :],
+        weights_version=sched.weights_version,
     )
+
+
+# Those that leave ----------------------------------------------------------------------------------------------------
 
 
 def _ended(sched: SchedState, rows: Rows) -> tuple[Finished, ...]:
@@ -104,40 +134,48 @@ def _without(names: tuple[str, ...], gone: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in gone) if gone else names
 
 
-def _give_back(pools: tuple[BlockPool, ...], rows: Rows, names: tuple[str, ...]) -> tuple[BlockPool, ...]:
-    """The pools with all blocks of some requests free."""
+def _retire(pools: Pools, rows: Rows, finished: tuple[Finished, ...]) -> Pools:
+    """The pools with the blocks of the ended requests free; what a failed one computed is not to be found again."""
+    failed = tuple(each.request_id for each in finished if each.reason is FinishReason.ERROR)
+    pools = _give_back(pools, rows, failed, forget=True)
+    return _give_back(pools, rows, tuple(each.request_id for each in finished if each.request_id not in failed))
+
+
+def _give_back(pools: Pools, rows: Rows, names: tuple[str, ...], forget: bool = False) -> Pools:
+    """The pools with all blocks of some requests given back."""
     if not names:
         return pools
     held = rows.request_ids.rows(names).tolist()
     pairs = zip(pools, rows.blocks, strict=True)
-    return tuple(pool.give(np.concatenate([blocks[row] for row in held])) for pool, blocks in pairs)
+    return tuple(pool.give(*(blocks[row] for row in held), forget=forget) for pool, blocks in pairs)
 
 
-def _continue(
-    sched: SchedState, state: BatchState, running: tuple[str, ...], pools: tuple[BlockPool, ...]
-) -> tuple[_Grants, int]:
-    """What the running requests get, those that get none left out; and how many of them may stay."""
+# Those that go on ----------------------------------------------------------------------------------------------------
+
+
+def _stay(sched: SchedState, state: BatchState, running: tuple[str, ...], pools: Pools) -> tuple[int, I32, Pools]:
+    """How many of the running requests may stay, what they get, and the pools without the blocks of the others.
+
+    Who gets no token for want of budget stays too.
+    """
     rows, at = state.rows, state.rows.request_ids.rows(running)
     computed = rows.num_computed_tokens[at]
     wanted = _chunk(rows.num_tokens[at] - computed, sched)
     before = np.cumsum(wanted) - wanted
     counts = np.clip(sched.limits.max_num_batched_tokens - before, 0, wanted).astype(np.int32)
-    held = tuple(blocks.length[at] for blocks in rows.blocks)
-    needed = tuple(
-        np.maximum(-(-(computed + counts) // group.block_size) - have, 0)
-        for group, have in zip(state.plan.groups, held, strict=True)
-    )
-    kept = min((_fitting(*each) for each in zip(pools, needed, held, strict=True)), default=len(running))
-    grants = _Grants(counts, needed)[: min(kept, int(np.count_nonzero(counts)))]
-    return grants, kept
+    needed = [np.cumsum(each) for each in _missing(state, at, counts)]
+    kept = len(running)
+    while any(kept and int(need[kept - 1]) > pool.num_free for need, pool in zip(needed, pools, strict=True)):
+        kept -= 1
+        pools = _give_back(pools, rows, running[kept : kept + 1])
+    return kept, counts[:kept], pools
 
 
-def _fitting(pool: BlockPool, needed: I32, held: I32) -> int:
-    """How many leading requests have room if all those behind them give their blocks back."""
-    if int(needed.sum()) <= pool.num_free:
-        return len(needed)
-    room = pool.num_free + np.append(np.cumsum(held[::-1])[::-1], 0)  # with n kept, n = 0 …
-    return int(np.nonzero(np.append(0, np.cumsum(needed)) <= room)[0][-1])
+def _missing(state: BatchState, at: Intp, counts: I32) -> tuple[I32, ...]:
+    """The blocks that some rows lack for their next `counts` tokens: one a KV group, `[n]`."""
+    seq_lens = state.rows.num_computed_tokens[at] + counts
+    pairs = zip(state.plan.groups, state.rows.blocks, strict=True)
+    return tuple(np.maximum(-(-seq_lens // group.block_size) - blocks.length[at], 0) for group, blocks in pairs)
 
 
 def _chunk(lengths: I32, sched: SchedState) -> I32:
@@ -145,40 +183,111 @@ def _chunk(lengths: I32, sched: SchedState) -> I32:
     return np.minimum(lengths, most) if most else lengths
 
 
-def _admit(
-    sched: SchedState,
-    state: BatchState,
-    preempted: tuple[str, ...],
-    places: int,
-    grants: _Grants,
-    pools: tuple[BlockPool, ...],
-) -> tuple[tuple[str, ...], tuple[NewRequest, ...], _Grants]:
-    """The preempted and waiting requests that come in, in order, until one has no place, tokens or blocks."""
-    lengths = [int(state.rows.num_tokens[row]) for row in state.rows.request_ids.rows(preempted)]
-    lengths += [len(each.prompt_token_ids) for each in sched.waiting[:places]]
-    budget = sched.limits.max_num_batched_tokens - int(grants.counts.sum())
-    free = [pool.num_free - int(taken.sum()) for pool, taken in zip(pools, grants.blocks, strict=True)]
-    counts: list[int] = []
-    for length in lengths:
-        whole = [group.blocks_for(length) for group in state.plan.groups]
-        if places == len(counts) or budget == 0 or any(need > have for need, have in zip(whole, free, strict=True)):
-            break
-        counts.append(min(budget, int(_chunk(i32([length]), sched)[0])))
-        budget -= counts[-1]
-        free = [have - group.blocks_for(counts[-1]) for have, group in zip(free, state.plan.groups, strict=True)]
-    blocks = tuple(i32(group.blocks_for(count) for count in counts) for group in state.plan.groups)
-    resumed = min(len(counts), len(preempted))
-    return preempted[:resumed], sched.waiting[: len(counts) - resumed], _Grants(i32(counts), blocks)
-
-
-def _take(pools: tuple[BlockPool, ...], grants: _Grants) -> tuple[tuple[Ragged, ...], tuple[BlockPool, ...]]:
-    """The blocks granted, out of the pools."""
+def _continue(
+    state: BatchState, running: tuple[str, ...], counts: I32, pools: Pools, weights_version: int
+) -> tuple[_Grants, Pools]:
+    """What the running requests get, those without tokens left out; the blocks that they fill are known from now on."""
+    counts = counts[: int(np.count_nonzero(counts))]
+    at = state.rows.request_ids.rows(running)[: len(counts)]
     taken: list[Ragged] = []
     left: list[BlockPool] = []
-    for pool, counts in zip(pools, grants.blocks, strict=True):
-        offsets = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=offsets[1:])
-        values, pool = pool.take(int(offsets[-1]))
-        taken.append(Ragged(values, frozen_array(offsets)))
-        left.append(pool)
-    return tuple(taken), tuple(left)
+    for number, (pool, missing) in enumerate(zip(pools, _missing(state, at, counts), strict=True)):
+        values, pool = pool.take(int(missing.sum()))
+        taken.append(Ragged(values, _offsets(missing)))
+        left.append(_known(pool, state, number, at, counts, taken[-1], weights_version) if pool.caching else pool)
+    return _Grants(counts, tuple(taken)), tuple(left)
+
+
+def _offsets(counts: I32) -> I32:
+    offsets = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return frozen_array(offsets)
+
+
+def _known(
+    pool: BlockPool, state: BatchState, number: int, at: Intp, counts: I32, new: Ragged, weights_version: int
+) -> BlockPool:
+    """The pool with the blocks cached that the rows `at` fill in this step."""
+    rows, size = state.rows, state.plan.groups[number].block_size
+    computed = rows.num_computed_tokens[at]
+    filled, before = (computed + counts) // size, computed // size
+    blocks: list[int] = []
+    hashes: list[bytes] = []
+    for b in np.nonzero(filled > before)[0].tolist():
+        row, first = int(at[b]), int(before[b])
+        held = np.concatenate((rows.blocks[number][row], new[b]))[: filled[b]]
+        parent = pool.hash_of(int(held[first - 1])) if first else prefix.ROOT
+        if parent is None:  # nothing can follow what isn't known
+            continue
+        ids = rows.tokens[row][: filled[b] * size]
+        blocks += held[first:].tolist()
+        hashes += prefix.hashes_of(ids, size, rows.cache_keys[row], weights_version, first, parent)
+    return pool.cache(blocks, hashes) if blocks else pool
+
+
+# Those that come in --------------------------------------------------------------------------------------------------
+
+
+def _admit(
+    sched: SchedState, state: BatchState, preempted: tuple[str, ...], num_running: int, grants: _Grants, pools: Pools
+) -> tuple[tuple[_Admission, ...], Pools]:
+    """The preempted and waiting requests that come in, in order, until one has no place, tokens or blocks."""
+    budget = sched.limits.max_num_batched_tokens - int(grants.counts.sum())
+    admitted: list[_Admission] = []
+    for number in range(min(sched.limits.max_num_seqs - num_running, len(preempted) + len(sched.waiting))):
+        if budget == 0 or any(pool.num_free == 0 for pool in pools):
+            break
+        candidate = _candidate(sched, state, preempted, number)
+        entered = _enter(candidate, budget, sched, state.plan.groups, pools)
+        if entered is None:
+            break
+        admission, pools = entered
+        admitted.append(admission)
+        budget -= admission.count
+    return tuple(admitted), pools
+
+
+def _candidate(sched: SchedState, state: BatchState, preempted: tuple[str, ...], number: int) -> _Candidate:
+    plan, rows, version = state.plan, state.rows, sched.weights_version
+    if number >= len(preempted):
+        request = sched.waiting[number - len(preempted)]
+        return _Candidate(len(request.prompt_token_ids), prefix.hashed(request, plan, version))
+    row = rows.request_ids.row_of[preempted[number]]
+    return _Candidate(
+        int(rows.num_tokens[row]), prefix.all_hashes(plan, rows.tokens[row], rows.cache_keys[row], version)
+    )
+
+
+def _enter(
+    candidate: _Candidate, budget: int, sched: SchedState, groups: tuple[KVGroup, ...], pools: Pools
+) -> tuple[_Admission, Pools] | None:
+    """What a request gets that comes in; None if there is no room for all of its tokens."""
+    hit = prefix.hit_length(pools, groups, candidate.hashes, candidate.num_tokens)
+    count = min(budget, int(_chunk(i32([candidate.num_tokens - hit]), sched)[0]))
+    blocks: list[I32] = []
+    left: list[BlockPool] = []
+    for pool, group, hashes in zip(pools, groups, candidate.hashes, strict=True):
+        found = _found(pool, hashes[: hit // group.block_size])
+        idle = int(np.count_nonzero(pool.shares_of(found) == 0))
+        if group.blocks_for(candidate.num_tokens) - len(found) + idle > pool.num_free:
+            return None
+        fresh, pool = pool.share(found).take(group.blocks_for(hit + count) - len(found))
+        held = np.append(i32(found), fresh)
+        filled = hashes[: (hit + count) // group.block_size]
+        left.append(pool.cache(held[len(found) : len(filled)].tolist(), filled[len(found) :]) if filled else pool)
+        blocks.append(held)
+    return _Admission(hit, count, tuple(blocks)), tuple(left)
+
+
+def _found(pool: BlockPool, hashes: Sequence[bytes]) -> list[int]:
+    return [block for block in map(pool.find, hashes) if block is not None]
+
+
+def _with_hit(request: NewRequest, admission: _Admission) -> NewRequest:
+    hit = admission.num_computed_tokens
+    return evolve(request, num_computed_tokens=hit) if hit else request
+
+
+def _as_grants(admitted: tuple[_Admission, ...], state: BatchState) -> _Grants:
+    blocks = (Ragged.of(each.blocks[number] for each in admitted) for number in range(len(state.plan.groups)))
+    return _Grants(i32(each.count for each in admitted), tuple(blocks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from attrs import evolve
 
-from fstep.state import KV, BatchState, BlockPool, Inputs, RowPhase, SchedState, StaleStateError, frozen_array
+from fstep.state import KV, BatchState, Inputs, RowPhase, SchedState, StaleStateError, frozen_array
 
 _WAYS_ON = (
     "Two ways on: clone the cache before you fork, `kv2 = kv.clone(); state2 = adopt(state, kv2)`, "
@@ -77,11 +77,13 @@ def revive(state: BatchState, sched: SchedState, kv: KV) -> tuple[BatchState, Sc
         prefill_len=frozen_array(np.where(running, rows.num_tokens, rows.prefill_len)),
         num_computed_tokens=frozen_array(np.zeros_like(rows.num_computed_tokens)),
     )
-    pools = tuple(BlockPool.full(group.num_blocks) for group in state.plan.groups)
+    empty = SchedState.empty(state.plan, sched.limits)
     known = rows.request_ids.row_of
     order = [name for name in (*sched.running, *sched.preempted) if name in known]
     order += [name for name in known if name not in order]
     preempted = tuple(name for name in order if rows.phase[known[name]] == RowPhase.PREEMPTED)
     waiting = tuple(each for each in sched.waiting if each.request_id not in known)
-    revived = SchedState(sched.limits, pools, waiting, (), preempted, sched.ending)
+    revived = evolve(
+        empty, waiting=waiting, preempted=preempted, ending=sched.ending, weights_version=sched.weights_version
+    )
     return BatchState(state.plan, rows, kv.line, kv.epoch), revived

@@ -5,19 +5,15 @@ from __future__ import annotations
 import numpy as np
 from attrs import evolve
 
-from fstep.state import BatchState, Finished, FinishReason, NewRequest, Plan, RequestError, RowPhase, SchedState
+from fstep.ops import prefix
+from fstep.state import I32, BatchState, Finished, FinishReason, NewRequest, Plan, RequestError, RowPhase, SchedState
 
 
 def check_request(plan: Plan, request: NewRequest) -> None:
     """Raises `RequestError` for a request that could never be served."""
     who, params = request.request_id, request.sampling
-    length, ids = len(request.prompt_token_ids), request.prompt_token_ids
-    if length == 0:
-        raise RequestError("prompt_token_ids", [], "must hold at least one token", who)
-    bad = np.nonzero(ids >= plan.vocab_size)[0]
-    if len(bad):
-        limit = f"must lie in the vocabulary, 0 to {plan.vocab_size - 1}"
-        raise RequestError(f"prompt_token_ids[{bad[0]}]", int(ids[bad[0]]), limit, who)
+    length = len(request.prompt_token_ids)
+    check_token_ids(plan, request.prompt_token_ids, who)
     if length >= plan.max_model_len:
         limit = f"must leave room for one token within max_model_len={plan.max_model_len}"
         raise RequestError("prompt length", length, limit, who)
@@ -25,17 +21,26 @@ def check_request(plan: Plan, request: NewRequest) -> None:
         if token_id >= plan.vocab_size:
             limit = f"must lie in the vocabulary, 0 to {plan.vocab_size - 1}"
             raise RequestError("stop_token_ids", token_id, limit, who)
-    _check_room(plan, request)
+    check_room(plan, longest_len(plan, request), who)
 
 
-def _check_room(plan: Plan, request: NewRequest) -> None:
-    """A request that has the whole pool to itself must be able to end."""
-    longest = longest_len(plan, request)
+def check_token_ids(plan: Plan, ids: I32, request_id: str) -> None:
+    """There must be some, all in the vocabulary."""
+    if len(ids) == 0:
+        raise RequestError("prompt_token_ids", [], "must hold at least one token", request_id)
+    bad = np.nonzero(ids >= plan.vocab_size)[0]
+    if len(bad):
+        limit = f"must lie in the vocabulary, 0 to {plan.vocab_size - 1}"
+        raise RequestError(f"prompt_token_ids[{bad[0]}]", int(ids[bad[0]]), limit, request_id)
+
+
+def check_room(plan: Plan, longest: int, request_id: str) -> None:
+    """A request of at most `longest` tokens that has the whole pool to itself must be able to end."""
     for group in plan.groups:
         needed, there = group.blocks_for(longest - 1), group.num_blocks - 1
         if needed > there:
             limit = f"needs {needed} KV blocks of {group.block_size} tokens, and the cache has {there} to give"
-            raise RequestError("prompt length + max_tokens", longest, limit, request.request_id)
+            raise RequestError("prompt length + max_tokens", longest, limit, request_id)
 
 
 def longest_len(plan: Plan, request: NewRequest) -> int:
@@ -55,7 +60,9 @@ def add(sched: SchedState, state: BatchState, request: NewRequest) -> SchedState
     if request.sampling.seed is None and not request.sampling.greedy:
         raise RequestError("seed", None, "must be set before a request is admitted", who)
     check_request(state.plan, request)
-    return evolve(sched, waiting=(*sched.waiting, request))
+    plan, ids = state.plan, request.prompt_token_ids
+    hashes = prefix.all_hashes(plan, ids, request.cache_key, sched.weights_version)
+    return evolve(sched, waiting=(*sched.waiting, evolve(request, block_hashes=hashes)))
 
 
 def abort(
@@ -70,6 +77,17 @@ def abort(
             return sched
         return evolve(sched, ending=(*sched.ending, Finished(request_id, reason)))
     return evolve(sched, waiting=tuple(each for each in sched.waiting if each.request_id != request_id))
+
+
+def reweigh(sched: SchedState, weights_version: int) -> SchedState:
+    """The scheduler after the weights were replaced: what was cached with others is not found any more.
+
+    Running requests go on with the keys and values that they have. Raises `ValueError` for a version that is not newer.
+    """
+    if weights_version <= sched.weights_version:
+        raise ValueError(f"weights_version={weights_version}: must be above {sched.weights_version}, which is in use")
+    waiting = tuple(evolve(each, block_hashes=None) for each in sched.waiting)
+    return evolve(sched, waiting=waiting, weights_version=weights_version)
 
 
 def _admitted(sched: SchedState, state: BatchState, request_id: str) -> bool:

@@ -64,6 +64,7 @@ class Figures:
     output_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0  #: of the prompts, found in the prefix cache
     peak_blocks: int = 0  #: most KV blocks that were in use at once
     num_blocks: int = 0  #: KV blocks there are
     seconds: float = 0.0  #: spent in steps
@@ -237,13 +238,14 @@ class Engine:
     def _step(self) -> tuple[RequestOutput, ...]:
         began = time.perf_counter()
         report = self.runner.step()
-        in_use = sum(int(blocks.length.sum()) for blocks in report.state.rows.blocks)
+        in_use = sum(pool.num_blocks - 1 - pool.num_free for pool in self.sched.pools)
         outputs = tuple(self._moved(event) for event in report.events if event.request_id in self._live)
         figures = self.figures
         self.figures = evolve(
             figures,
             output_tokens=figures.output_tokens + sum(len(event.token_ids) for event in report.events),
             steps=figures.steps + 1,
+            cached_tokens=figures.cached_tokens + sum(each.num_computed_tokens for each in report.schedule.new),
             preemptions=figures.preemptions + len(report.schedule.preempted),
             peak_blocks=max(figures.peak_blocks, in_use),
             seconds=figures.seconds + time.perf_counter() - began,

@@ -30,7 +30,7 @@ def plan_for(
         most = limits.max_num_seqs * -(-longest // cache.block_size)
         blocks = max(min(most, _kv_memory() // bytes_per_block(model, cache.block_size)), 1)
     group = KVGroup(num_blocks=blocks + 1, block_size=cache.block_size, layers=tuple(range(len(model.kv_specs()))))
-    return Plan(model.vocab_size, longest, (group,), eos_token_ids, capture)
+    return Plan(model.vocab_size, longest, (group,), eos_token_ids, capture, prefix_caching=cache.enable_prefix_caching)
 
 
 def bytes_per_block(model: Model, block_size: int) -> int:

@@ -1,6 +1,6 @@
 """The values that the step passes on: data only, no torch, no I/O."""
 
-from fstep.state.arrays import F32, I8, I32, U32, U64, Bool, Intp, Ragged, frozen_array, i32, ragged_arange
+from fstep.state.arrays import F32, I8, I32, I64, U32, U64, Bool, Intp, Ragged, frozen_array, i32, ragged_arange
 from fstep.state.batch import BatchState, RowEvent
 from fstep.state.digest import digest
 from fstep.state.errors import (
@@ -15,8 +15,10 @@ from fstep.state.errors import (
     ScheduleError,
     StaleStateError,
 )
+from fstep.state.keys import CacheKey, Item
 from fstep.state.logs import Log
 from fstep.state.plan import BatchDescriptor, CacheConfig, KVGroup, Plan, Tail
+from fstep.state.pool import BlockPool
 from fstep.state.protocols import (
     KV,
     AttentionSpec,
@@ -34,13 +36,14 @@ from fstep.state.protocols import (
 )
 from fstep.state.rows import FinishReason, RequestIds, RowPhase, Rows
 from fstep.state.sampling import SamplingParams, SamplingRows
-from fstep.state.schedule import BlockPool, Finished, NewRequest, Resumed, SchedLimits, SchedState, Schedule
+from fstep.state.schedule import Finished, NewRequest, Resumed, SchedLimits, SchedState, Schedule
 from fstep.state.step import AttentionMeta, Inputs, Meta, Output, Padding, Sampled, SampleError, Step
 
 __all__ = [
     "F32",
     "I8",
     "I32",
+    "I64",
     "KV",
     "U32",
     "U64",
@@ -51,6 +54,7 @@ __all__ = [
     "BlockPool",
     "Bool",
     "CacheConfig",
+    "CacheKey",
     "CheckpointError",
     "ConfigError",
     "Device",
@@ -67,6 +71,7 @@ __all__ = [
     "Hidden",
     "Inputs",
     "Intp",
+    "Item",
     "KVGroup",
     "Kernels",
     "LayerKV",

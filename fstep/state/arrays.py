@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 I8 = NDArray[np.int8]
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 F32 = NDArray[np.float32]
@@ -62,6 +63,12 @@ class Ragged:
 
     def __len__(self) -> int:
         return len(self.counts)
+
+    def __add__(self, other: Ragged) -> Ragged:
+        """The lists of one, then those of the other."""
+        values = np.concatenate((self.values, other.values))
+        offsets = np.concatenate((self.offsets, other.offsets[1:] + self.offsets[-1]))
+        return Ragged(frozen_array(values), frozen_array(offsets))
 
     def __getitem__(self, b: int) -> I32:
         return self.values[self.offsets[b] : self.offsets[b + 1]]

@@ -28,6 +28,9 @@ class KVGroup:
     num_blocks: int  #: with the null block 0, which is never allocated
     block_size: int  #: tokens
     layers: tuple[int, ...] = ()
+    recurrent: bool = (
+        False  #: cells are made of earlier ones, so a forward can't read what another request writes in it
+    )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one request."""
@@ -52,6 +55,7 @@ class Plan:
     eos_token_ids: tuple[int, ...] = ()
     capture: tuple[BatchDescriptor, ...] = ()  #: ascending; empty: nothing is padded
     tail: Tail = Tail.REPEAT
+    prefix_caching: bool = True  #: whether full blocks are kept for requests that begin alike
 
 
 @frozen
@@ -64,6 +68,10 @@ class CacheConfig:
     )
     max_model_len: int | None = field(
         default=None, metadata=about("most tokens of a request, prompt and output; by default the model's own limit")
+    )
+
+    enable_prefix_caching: bool = field(
+        default=True, metadata=about("keep full KV blocks for requests that begin alike")
     )
 
     def __attrs_post_init__(self) -> None:

@@ -11,8 +11,9 @@ from typing import Final
 import numpy as np
 from attrs import frozen
 
-from fstep.state.arrays import I8, I32, Intp, frozen_array
+from fstep.state.arrays import I8, I32, I64, Intp, frozen_array
 from fstep.state.digest import digest
+from fstep.state.keys import CacheKey
 from fstep.state.logs import Log
 from fstep.state.sampling import SamplingRows
 
@@ -79,6 +80,12 @@ class Rows:
     num_tokens: I32  #: [R], prompt and output; past `tokens.length` by what is in flight
     num_computed_tokens: I32  #: [R], tokens whose KV is in the cache
     sampling: SamplingRows
+    cache_keys: tuple[CacheKey, ...]  #: [R]
+    family: I64  #: [R], the same for requests that were forked from one another
+    num_samples: I32  #: [R], sample indices that the family has used
+    weights: (
+        Log  #: pairs: an output token's position, and the weights version that it and those after it were drawn with
+    )
 
     @classmethod
     def empty(cls, rows: int, groups: int) -> Rows:
@@ -94,6 +101,10 @@ class Rows:
             num_tokens=zeros,
             num_computed_tokens=zeros,
             sampling=SamplingRows.empty(rows),
+            cache_keys=(CacheKey(),) * rows,
+            family=frozen_array(np.zeros(rows, np.int64)),
+            num_samples=zeros,
+            weights=Log.empty(rows),
         )
 
     def __len__(self) -> int:
@@ -112,6 +123,14 @@ class Rows:
     def live(self) -> Intp:
         """The rows that hold a request."""
         return np.nonzero(self.phase)[0]
+
+    def weights_versions(self, row: int) -> I32:
+        """The weights version that each output token of a row was drawn with."""
+        changes = self.weights[row].reshape(-1, 2)
+        versions = np.zeros(self.num_tokens[row] - self.prompt_len[row], np.int32)
+        for position, version in changes.tolist():
+            versions[max(position - int(self.prompt_len[row]), 0) :] = version
+        return frozen_array(versions)
 
     def output(self, row: int) -> I32:
         """The tokens that a row has produced."""

@@ -161,6 +161,7 @@ class SamplingRows:
     top_p: F32  #: [R]
     min_p: F32  #: [R]
     seed: U64  #: [R]
+    sample_index: I32  #: [R], another noise for each sample of one prompt
     max_tokens: I32  #: [R], output tokens
     stop_token_ids: I32  #: [R, S], -1 where a row has fewer; with the model's EOS ids unless they are ignored
 
@@ -171,7 +172,7 @@ class SamplingRows:
 
         stop = frozen_array(np.full((rows, 1), -1, np.int32))
         floats, ints = column(np.float32), column(np.int32)
-        return cls(floats, ints, floats, floats, column(np.uint64), ints, stop)
+        return cls(floats, ints, floats, floats, column(np.uint64), ints, ints, stop)
 
     def grown(self, rows: int) -> SamplingRows:
         """Columns of `rows` rows."""

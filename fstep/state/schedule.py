@@ -9,10 +9,11 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from fstep.state.arrays import EMPTY, I32, Intp, Ragged, frozen_array, i32
+from fstep.state.arrays import EMPTY, I32, Ragged, i32
 from fstep.state.errors import ConfigError, RequestError
-from fstep.state.logs import Log
+from fstep.state.keys import CacheKey
 from fstep.state.plan import Plan, about
+from fstep.state.pool import BlockPool
 from fstep.state.rows import FinishReason
 from fstep.state.sampling import SamplingParams
 
@@ -55,6 +56,12 @@ class NewRequest:
     request_id: str
     prompt_token_ids: I32 = field(converter=_token_ids)  #: [prompt_len]
     sampling: SamplingParams = field(factory=SamplingParams)
+    cache_key: CacheKey = field(factory=CacheKey)
+    num_computed_tokens: int = 0  #: found in the prefix cache; their blocks come first in the step's `new_blocks`
+    sample_index: int = 0  #: tells the noise of several samples of one prompt apart
+    block_hashes: tuple[tuple[bytes, ...], ...] | None = field(
+        default=None, repr=False
+    )  #: of whole blocks, by KV group
 
 
 @frozen
@@ -70,14 +77,15 @@ class Resumed:
     """A preempted request that runs again; its blocks come with the step's `new_blocks`."""
 
     request_id: str
+    num_computed_tokens: int = 0  #: found in the prefix cache
 
 
 @frozen(eq=False)
 class Schedule:
     """One step, as columns over its `B` scheduled requests, in the order of the batch.
 
-    Applied in this order: finished, preempted, resumed, new, then the scheduled tokens. A new or resumed request
-    stands in `request_ids` too.
+    Applied in this order: finished, preempted, resumed, new, then the scheduled tokens; `forward` copies blocks before
+    it writes any. A new or resumed request stands in `request_ids` too.
     """
 
     finished: tuple[Finished, ...] = ()
@@ -87,6 +95,7 @@ class Schedule:
     request_ids: tuple[str, ...] = ()  #: [B]
     num_scheduled_tokens: I32 = EMPTY  #: [B], at least 1 each
     new_blocks: tuple[Ragged, ...] = ()  #: one a KV group, each over the `B` requests; () is none at all
+    copies: tuple[I32, ...] = ()  #: one a KV group, [n, 2]: blocks, and those that become copies of them; () is none
 
 
 @frozen
@@ -106,65 +115,6 @@ class SchedLimits:
 
 
 @frozen(eq=False)
-class BlockPool:
-    """The free blocks of one KV group, as a first-in, first-out queue.
-
-    A value: `take` and `give` return the next pool. The queue is one row of an append-only log from which the first
-    `head` items are gone, so both cost what they move; `give` lays a log of twice the pool's size anew.
-    """
-
-    queue: Log
-    head: int
-    num_blocks: int  #: with the null block
-
-    @classmethod
-    def full(cls, num_blocks: int) -> BlockPool:
-        """A pool whose blocks 1 to `num_blocks - 1` are all free."""
-        return cls(_queue(np.arange(1, num_blocks)), 0, num_blocks)
-
-    def __repr__(self) -> str:
-        return f"BlockPool({self.num_free} of {self.num_blocks - 1} free)"
-
-    @property
-    def num_free(self) -> int:
-        return int(self.queue.length[0]) - self.head
-
-    @property
-    def free(self) -> I32:
-        """The free blocks in the order in which they will be taken: `[num_free]`."""
-        return self.queue[0][self.head :]
-
-    def take(self, count: int) -> tuple[I32, BlockPool]:
-        """The next `count` free blocks; there must be as many."""
-        taken = frozen_array(self.free[:count].copy())
-        return taken, BlockPool(self.queue, self.head + count, self.num_blocks)
-
-    def give(self, blocks: I32) -> BlockPool:
-        """A pool in which `blocks` are free again.
-
-        Raises `ValueError` if they can't all have been taken: the null block, one past the end, one twice, or more
-        than are missing.
-        """
-        if len(blocks) == 0:
-            return self
-        inside = int(blocks.min()) >= 1 and int(blocks.max()) < self.num_blocks
-        if not inside or len(blocks) + self.num_free >= self.num_blocks or _repeats(blocks):
-            raise ValueError(f"blocks {blocks.tolist()} given back to {self!r}: each must be one that was taken, once")
-        if self.head >= self.num_blocks:
-            return BlockPool(_queue(np.concatenate((self.free, blocks))), 0, self.num_blocks)
-        rows, counts = np.zeros(1, np.intp), np.array([len(blocks)])
-        return BlockPool(self.queue.append(rows, blocks, counts), self.head, self.num_blocks)
-
-
-def _queue(blocks: Intp | I32) -> Log:
-    return Log.empty(1).append(np.zeros(1, np.intp), blocks, np.array([len(blocks)]))
-
-
-def _repeats(blocks: I32) -> bool:
-    return len(set(blocks.tolist())) < len(blocks)
-
-
-@frozen(eq=False)
 class SchedState:
     """What a scheduler knows beside the rows: who waits, who runs in which order, and the free blocks."""
 
@@ -174,10 +124,15 @@ class SchedState:
     running: tuple[str, ...] = ()  #: in order of admission
     preempted: tuple[str, ...] = ()  #: in order of admission; goes before `waiting`
     ending: tuple[Finished, ...] = ()  #: admitted requests to be finished by the next schedule
+    copies: tuple[I32, ...] = ()  #: one a KV group, [n, 2]: what the next schedule asks to copy; () is none
+    weights_version: int = 0  #: what is computed from now on is computed with these weights
 
     @classmethod
     def empty(cls, plan: Plan, limits: SchedLimits) -> SchedState:
-        return cls(limits, tuple(BlockPool.full(group.num_blocks) for group in plan.groups))
+        return cls(
+            limits,
+            tuple(BlockPool.full(each.num_blocks, plan.prefix_caching, each.recurrent) for each in plan.groups),
+        )
 
     def __repr__(self) -> str:
         counts = f"{len(self.running)} running, {len(self.preempted)} preempted, {len(self.waiting)} waiting"

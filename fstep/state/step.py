@@ -80,6 +80,7 @@ class Output:
 
     logits: Tensor  #: [L, V] float32
     taps: Mapping[str, Tensor] = field(factory=dict[str, "Tensor"])  #: the intermediates that were asked for, [Tp, …]
+    weights_version: int = 0
 
 
 class SampleError:

@@ -31,6 +31,7 @@ from fstep.testing.checks import (
     poison,
     pools_of,
     snapshot,
+    still_cached,
 )
 from fstep.testing.drive import (
     Answer,
@@ -79,5 +80,6 @@ __all__ = [
     "reference_token",
     "reference_tokens",
     "snapshot",
+    "still_cached",
     "what_happened",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 from attrs import frozen
 
 from fstep import ops
@@ -51,7 +50,11 @@ def adversary(choices: bytes) -> Scheduler:
 def adversarial_schedule(sched: SchedState, state: BatchState, choose: Choose) -> tuple[Schedule, SchedState]:
     """A valid schedule, of which `choose` makes every decision; all zeros is a plain step of everybody."""
     wishes = _wishes(sched, state, choose)
-    pools = _given_back(sched.pools, state, (*(each.request_id for each in wishes.finished), *wishes.victims))
+    pools = _given_back(
+        tuple(pool.settled() for pool in sched.pools),
+        state,
+        (*(each.request_id for each in wishes.finished), *wishes.victims),
+    )
     grants = _grants(sched, state, pools, wishes, choose)
     new_blocks, pools = _taken(pools, grants)
     names = tuple(each.request_id for each in grants)
@@ -65,6 +68,7 @@ def adversarial_schedule(sched: SchedState, state: BatchState, choose: Choose) -
         request_ids=names,
         num_scheduled_tokens=i32(each.num_tokens for each in grants),
         new_blocks=new_blocks,
+        copies=sched.copies,
     )
     gone = {each.request_id for each in wishes.finished}
     return todo, SchedState(
@@ -74,6 +78,7 @@ def adversarial_schedule(sched: SchedState, state: BatchState, choose: Choose) -
         running=(*wishes.stay, *resumed, *(each.request_id for each in new)),
         preempted=tuple(name for name in (*wishes.victims, *sched.preempted) if name not in (*gone, *resumed)),
         ending=tuple(each for each in sched.ending if each.request_id not in gone),
+        weights_version=sched.weights_version,
     )
 
 
@@ -135,7 +140,7 @@ def _pending(sched: SchedState, state: BatchState) -> dict[str, Finished]:
 def _given_back(pools: tuple[BlockPool, ...], state: BatchState, names: Sequence[str]) -> tuple[BlockPool, ...]:
     rows = [state.rows.request_ids.row_of[name] for name in names]
     pairs = zip(pools, state.rows.blocks, strict=True)
-    return tuple(pool.give(np.concatenate((i32(()), *(blocks[row] for row in rows)))) for pool, blocks in pairs)
+    return tuple(pool.give(*(blocks[row] for row in rows)) for pool, blocks in pairs)
 
 
 def _grants(

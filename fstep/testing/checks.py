@@ -7,7 +7,7 @@ pool of any engine can be checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -19,6 +19,7 @@ from fstep.state import (
     I32,
     KV,
     BatchState,
+    BlockPool,
     Bool,
     Env,
     Log,
@@ -84,6 +85,8 @@ class PoolView:
     num_blocks: int  #: with the null block 0
     free: I32
     held: Mapping[str, I32]  #: by request
+    cached: Collection[int] = ()  #: blocks that several may hold
+    shares: I32 | None = None  #: how many requests hold each block, [num_blocks], if the pool counts
 
 
 def arrays_of(state: BatchState) -> BatchArrays:
@@ -111,7 +114,13 @@ def pools_of(sched: SchedState, state: BatchState) -> tuple[PoolView, ...]:
     rows = state.rows
     names = {int(row): rows.request_ids[row] or f"row {row}, which is free" for row in range(len(rows))}
     return tuple(
-        PoolView(group.num_blocks, pool.free, {name: blocks[row] for row, name in names.items() if blocks.length[row]})
+        PoolView(
+            num_blocks=group.num_blocks,
+            free=pool.free,
+            held={name: blocks[row] for row, name in names.items() if blocks.length[row]},
+            cached=pool.hashes.keys(),
+            shares=pool.shares,
+        )
         for group, pool, blocks in zip(state.plan.groups, sched.pools, rows.blocks, strict=True)
     )
 
@@ -189,13 +198,23 @@ def check_logits_indices(batch: BatchArrays) -> None:
 
 
 def check_conservation(pool: PoolView) -> None:
-    """I18, I17: each block but the null block is free or held by one request, once."""
-    owner: dict[int, str] = {0: "the null block"}
+    """I18, I17: each block but the null block is free or held by one request, once.
+
+    Several may hold a block that is cached, or in a pool that counts them; each has it in the same place.
+    """
+    owner: dict[int, tuple[str, int]] = {0: ("the null block", -1)}
+    count = np.zeros(pool.num_blocks, np.int32)
     for name, blocks in (*((f"request {name!r}", blocks) for name, blocks in pool.held.items()), ("free", pool.free)):
-        for block in blocks.tolist():
-            if block in owner:
-                raise CheckError("I18", name, f"block {block}", "in one place", f"also in: {owner[block]}")
-            owner[block] = name
+        for place, block in enumerate(blocks.tolist()):
+            other, at = owner.setdefault(block, (name, place))
+            may_share = pool.shares is not None or block in pool.cached
+            shared = other != name != "free" and at == place and may_share
+            if (other, at) != (name, place) and not shared:
+                raise CheckError("I18", name, f"block {block}", "in one place", f"also in: {other}")
+            if name != "free" and block < pool.num_blocks:
+                count[block] += 1
+    if pool.shares is not None:
+        _equal("I18", "shares", pool.shares, count, None, None)
     lost = sorted(set(range(pool.num_blocks)) - owner.keys())
     strange = sorted(owner.keys() - set(range(pool.num_blocks)))
     if lost or strange:
@@ -268,11 +287,14 @@ def check_rows_stay(before: BatchState, after: BatchState) -> None:
             raise CheckError("rows", f"row {row} ({name})", "generation", generation, int(new.generation[row]))
 
 
-def poison(kv: KV, state: BatchState, keep: Sequence[str] | None = None) -> None:
+def poison(
+    kv: KV, state: BatchState, keep: Sequence[str] | None = None, cached: Sequence[Collection[int]] = ()
+) -> None:
     """I8, I17: NaN in every cell of the cache that holds no computed token of a live row, the null block too.
 
-    With `keep` only the cells of these requests are spared. Changes the cache in place: a step that gives other tokens
-    afterwards has read a cell that isn't its own.
+    With `keep` only the cells of these requests are spared; `cached` are blocks to spare, one collection a KV group.
+    A cell that the present step is to write holds nothing yet. Changes the cache in place: a step that gives other
+    tokens afterwards has read a cell that isn't its own.
     """
     import torch
 
@@ -280,10 +302,17 @@ def poison(kv: KV, state: BatchState, keep: Sequence[str] | None = None) -> None
     rows = [int(row) for row in state.rows.live() if keep is None or names[int(row)] in keep]
     for number, group in enumerate(state.plan.groups):
         owned = _owned_cells(state, number, rows).reshape(group.num_blocks, group.block_size)
+        owned[list(cached[number]) if cached else []] = True
         nobodys = torch.from_numpy(~owned)  # pyright: ignore[reportUnknownMemberType]
         for layer in (kv.layers[index] for index in group.layers):
             for pages in (layer.k, layer.v):
                 pages.permute(0, 2, 1, 3)[nobodys.to(pages.device)] = float("nan")
+
+
+def still_cached(before: SchedState, after: SchedState) -> list[list[int]]:
+    """The blocks that are cached before and after `schedule`, one list a KV group: what they hold must stay."""
+    pairs = zip(before.pools, after.pools, strict=True)
+    return [[block for block, _ in old.settled().hashes.items() & new.hashes.items()] for old, new in pairs]
 
 
 def _owned_cells(state: BatchState, number: int, rows: list[int]) -> Bool:
@@ -293,6 +322,11 @@ def _owned_cells(state: BatchState, number: int, rows: list[int]) -> Bool:
     for row in rows:
         cells = blocks[row][:, None] * group.block_size + np.arange(group.block_size)
         owned[cells.ravel()[: state.rows.num_computed_tokens[row]]] = True
+    if state.step is not None:
+        owned[state.step.inputs.slot_mapping[number]] = False
+        for source, copy in state.step.schedule.copies[number] if state.step.schedule.copies else ():
+            owned[copy * group.block_size :][: group.block_size] = False
+            owned[source * group.block_size :][: group.block_size] = True
     return owned
 
 
@@ -341,6 +375,8 @@ def _add_parts(parts: Snapshot, path: str, value: Any) -> None:
     elif kind is Log:
         parts.append((f"{path}.length", value.length.tolist()))
         parts += [(f"{path}[{row}]", value[row].tolist()) for row in np.flatnonzero(value.length).tolist()]
+    elif kind is BlockPool:
+        _add_parts(parts, path, {"free": value.free, "shares": value.shares, "hashes": sorted(value.hashes.items())})
     elif kind is Env:
         _add_parts(parts, f"{path}.params", value.params)
     elif hasattr(kind, "untyped_storage"):  # a torch tensor, known by its verbs: torch may not be there

@@ -31,7 +31,7 @@ from fstep.state import (
     Schedule,
 )
 from fstep.testing.adversary import Scheduler, adversary
-from fstep.testing.checks import CheckError, check_batch, check_rows_stay, check_state, guarded, poison
+from fstep.testing.checks import CheckError, check_batch, check_rows_stay, check_state, guarded, poison, still_cached
 from fstep.testing.reference import reference_tokens
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def checked_step(
     check_rows_stay(state, prepared)
     prepared = pure(ops.build_meta)(pure(ops.pad)(prepared))
     check_batch(prepared)
-    poison(kv, prepared)
+    poison(kv, prepared, cached=still_cached(sched, sched_after))
     forwarded, kv = pure(ops.forward)(prepared, env, kv)
     sampled = pure(ops.sample)(forwarded, env)
     got = ops.fetch(sampled, env)
@@ -242,6 +242,7 @@ def what_happened(moment: Moment) -> Counter[str]:
         tokens=sum(len(event.token_ids) for event in moment.events),
         preemptions=len(todo.preempted),
         resumptions=len(todo.resumed),
+        prefix_hits=sum(each.num_computed_tokens > 0 for each in (*todo.new, *todo.resumed)),
         partial_prompts=int(inputs.discard.sum()),
         continued_prompts=int(((computed > 0) & (inputs.num_scheduled_tokens > 1)).sum()),
         mixed_steps=int(0 < decodes < len(inputs.rows)),

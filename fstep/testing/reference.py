@@ -21,6 +21,7 @@ def reference_tokens(
     params: SamplingParams,
     eos_token_ids: Sequence[int],
     max_model_len: int,
+    sample_index: int = 0,
 ) -> tuple[tuple[int, ...], FinishReason]:
     """The tokens that a request gets, and why it ends.
 
@@ -33,7 +34,7 @@ def reference_tokens(
     known = [int(token_id) for token_id in prompt_token_ids]
     output: list[int] = []
     while True:
-        output.append(reference_token(model_logits(known), params, position=len(known)))
+        output.append(reference_token(model_logits(known), params, len(known), sample_index))
         known.append(output[-1])
         if output[-1] in ends:
             return tuple(output), FinishReason.STOP
@@ -41,14 +42,14 @@ def reference_tokens(
             return tuple(output), FinishReason.LENGTH
 
 
-def reference_token(logits: F32, params: SamplingParams, position: int) -> int:
+def reference_token(logits: F32, params: SamplingParams, position: int, sample_index: int = 0) -> int:
     """The token drawn from `logits [V]` for an index in the sequence: the best one, or the best of logit plus noise."""
     if params.greedy:
         return max(range(len(logits)), key=lambda token_id: (logits[token_id], -token_id))
     kept = reference_kept(logits, params)
     seed = params.seed or 0
     scores = {
-        token_id: np.float32(score + gumbel(seed, position, token_id))
+        token_id: np.float32(score + gumbel(seed, position, token_id, sample_index=sample_index))
         for token_id, score in kept.items()
         if score >= _BELOW_ANY_WINNER
     }

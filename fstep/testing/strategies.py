@@ -62,13 +62,15 @@ def prompts(vocab_size: int, max_len: int) -> SearchStrategy[list[int]]:
 def requests(
     draw: DrawFn, plan: Plan, min_size: int = 1, max_size: int = 5, greedy: bool | None = None
 ) -> tuple[NewRequest, ...]:
-    """Requests that `plan` can serve, named a, b, c, …"""
+    """Requests that `plan` can serve, named a, b, c, …; the prompts of many begin alike."""
     count = draw(st.sampled_from(range(max_size, min_size - 1, -1)))
     longest = plan.max_model_len - 1
+    stem = draw(prompts(plan.vocab_size, longest))
+    stems = st.sampled_from((0, len(stem))) | st.integers(0, len(stem))
     return tuple(
         NewRequest(
             request_id="abcdefghijklmnopqrstuvwxyz"[number],
-            prompt_token_ids=draw(prompts(plan.vocab_size, longest)),
+            prompt_token_ids=(stem[: draw(stems)] + draw(prompts(plan.vocab_size, longest)))[:longest],
             sampling=draw(sampling_params(plan.vocab_size, greedy=greedy)),
         )
         for number in range(count)
@@ -92,11 +94,11 @@ def captures() -> SearchStrategy[tuple[BatchDescriptor, ...]]:
 
 
 @st.composite
-def plans(draw: DrawFn, layer_groups: tuple[int, ...] = (0,), max_model_len: int = 20) -> Plan:
+def plans(draw: DrawFn, layer_groups: tuple[int, ...] = (0,), max_model_len: int = 20, recurrent: bool = False) -> Plan:
     """Plans whose pools hold the longest request and a few blocks more, each KV group with a block size of its own."""
     longest = draw(st.sampled_from((max_model_len, max_model_len // 2)) | st.integers(2, max_model_len))
     groups = tuple(
-        _group(draw, longest, tuple(layer for layer, each in enumerate(layer_groups) if each == group))
+        _group(draw, longest, tuple(layer for layer, each in enumerate(layer_groups) if each == group), recurrent)
         for group in sorted(set(layer_groups))
     )
     return Plan(
@@ -106,13 +108,14 @@ def plans(draw: DrawFn, layer_groups: tuple[int, ...] = (0,), max_model_len: int
         eos_token_ids=(EOS,),
         capture=draw(captures()),
         tail=draw(st.sampled_from(Tail)),
+        prefix_caching=draw(st.sampled_from((True, True, False))),
     )
 
 
-def _group(draw: DrawFn, longest: int, layers: tuple[int, ...]) -> KVGroup:
+def _group(draw: DrawFn, longest: int, layers: tuple[int, ...], recurrent: bool) -> KVGroup:
     block_size = draw(st.sampled_from(BLOCK_SIZES))
     spare = draw(st.sampled_from((0, 1, 2, 4)))
-    return KVGroup(1 + -(-longest // block_size) + spare, block_size, layers)
+    return KVGroup(1 + -(-longest // block_size) + spare, block_size, layers, recurrent)
 
 
 @st.composite
@@ -123,9 +126,10 @@ def scripts(
     adversarial: bool = False,
     same_ids: bool = False,
     greedy: bool | None = None,
+    recurrent: bool = False,
 ) -> Script:
     """Whole runs. With `same_ids` some requests carry the name of one that came before and has ended by then."""
-    plan = draw(plans(layer_groups))
+    plan = draw(plans(layer_groups, recurrent=recurrent))
     some = draw(requests(plan, greedy=greedy))
     if same_ids:
         some = tuple(evolve(each, request_id="ab"[number % 2]) for number, each in enumerate(some))

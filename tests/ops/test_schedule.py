@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from fstep import ops
+from fstep.ops import prefix
 from fstep.state import (
     BatchState,
-    BlockPool,
+    CacheKey,
     FinishReason,
+    Item,
     KVGroup,
     NewRequest,
     Plan,
@@ -18,14 +20,16 @@ from fstep.state import (
     SchedState,
     i32,
 )
-from tests.ops.conftest import new
+from tests.ops.conftest import GREEDY, new
+
+ONCE = SamplingParams(temperature=0, max_tokens=1)
 
 
 class Run:
     """A scheduler over rows that always draw token 7."""
 
-    def __init__(self, num_blocks, block_size=4, max_model_len=64, **limits):
-        plan = Plan(100, max_model_len, (KVGroup(num_blocks + 1, block_size),))
+    def __init__(self, num_blocks, block_size=4, max_model_len=64, caching=False, **limits):
+        plan = Plan(100, max_model_len, (KVGroup(num_blocks + 1, block_size),), prefix_caching=caching)
         self.state, self.sched = BatchState.empty(plan), SchedState.empty(plan, SchedLimits(**limits))
 
     def add(self, name, length, max_tokens=4):
@@ -175,18 +179,125 @@ def test_an_id_past_every_vocabulary(value):
         NewRequest("bad", [1, value])
 
 
-@pytest.mark.parametrize("blocks", [[1, 1], [0], [9], [1, 2, 3]])
-def test_a_block_that_was_not_taken_cant_be_given_back(blocks):
-    taken, pool = BlockPool.full(9).take(2)
-    with pytest.raises(ValueError, match="each must be one that was taken, once"):
-        pool.give(i32(blocks))
-    assert pool.give(taken).num_free == 8
+# The prefix cache ----------------------------------------------------------------------------------------------------
 
 
-def test_blocks_come_back_in_the_order_in_which_they_were_given():
-    taken, pool = BlockPool.full(5).take(3)
-    pool = pool.give(taken[::-1].copy())
-    for _ in range(50):
-        taken, pool = pool.take(2)
-        pool = pool.give(taken)
-    assert sorted(pool.free.tolist()) == [1, 2, 3, 4]
+def hits(schedule):
+    return {each.request_id: each.num_computed_tokens for each in schedule.new}
+
+
+def test_a_prompt_that_was_there_is_found_but_for_its_last_token():
+    run = Run(20, caching=True)
+    run.add("a", 9)
+    run.add("b", 8)
+    run.add("c", 10)
+    first = run.step()
+    assert hits(first) == {"a": 0, "b": 4, "c": 8}  # in the very step that computes it
+    assert first.num_scheduled_tokens.tolist() == [9, 4, 2]
+    assert first.new_blocks[0].counts.tolist() == [3, 2, 3]
+    assert first.new_blocks[0][1][0] == first.new_blocks[0][0][0]
+    assert run.sched.pools[0].num_free == 20 - 3 - 1 - 1
+    run.step()
+    run.add("d", 9)
+    assert hits(run.step()) == {"d": 8}
+
+
+def test_output_is_found_too():
+    run = Run(20, caching=True)
+    run.add("a", 3, max_tokens=6)
+    while ops.has_work(run.sched, run.state):
+        run.step()
+    request = NewRequest("b", [10, 11, 12, 7, 7, 7, 7, 7, 7], GREEDY)
+    run.sched = ops.add(run.sched, run.state, request)
+    assert hits(run.step()) == {"b": 8}
+
+
+def test_what_has_been_free_longest_is_forgotten_first():
+    run = Run(6, caching=True)
+    for name, first in (("a", 10), ("b", 50)):
+        run.sched = ops.add(run.sched, run.state, NewRequest(name, list(range(first, first + 8)), ONCE))
+        while ops.has_work(run.sched, run.state):
+            run.step()
+    run.sched = ops.add(run.sched, run.state, NewRequest("c", list(range(70, 82)), ONCE))
+    run.step()  # the two blocks that never held anything, and the last one of a
+    run.step()
+    chains = [prefix.hashes_of(i32(range(first, first + 8)), 4, CacheKey()) for first in (10, 50)]
+    found = [[run.sched.pools[0].find(each) is not None for each in chain] for chain in chains]
+    assert found == [[True, False], [True, True]]
+
+
+def test_a_resumed_request_finds_its_own_blocks():
+    run = Run(6, block_size=2, caching=True)
+    run.add("a", 4, max_tokens=8)
+    run.add("b", 4, max_tokens=8)
+    back = None
+    while back is None:
+        step = run.step()
+        back = step.resumed[0] if step.resumed else None
+    assert back.request_id == "b"
+    row = run.state.rows.request_ids.row_of["b"]
+    assert back.num_computed_tokens > 0
+    assert back.num_computed_tokens + step.num_scheduled_tokens[-1] == run.state.rows.num_tokens[row] - 1
+
+
+def test_a_shared_block_is_free_when_the_last_one_gives_it_back():
+    run = Run(8, caching=True)
+    run.add("a", 9, max_tokens=1)
+    run.add("b", 9, max_tokens=5)
+    run.step()
+    run.step()
+    pool = run.sched.pools[0]
+    held = run.state.rows.blocks[0][run.state.rows.request_ids.row_of["b"]]
+    assert pool.shares_of(held).tolist() == [1, 1, 1]
+    assert pool.num_free == 5
+    assert len(pool.hashes) == 2
+
+
+def test_new_weights_find_nothing_of_the_old_ones():
+    run = Run(20, caching=True)
+    run.add("a", 9, max_tokens=3)
+    run.step()
+    run.sched = ops.reweigh(run.sched, 1)
+    run.add("b", 9)
+    assert hits(run.step()) == {"b": 0}
+    run.add("c", 9)
+    assert hits(run.step()) == {"c": 8}
+    with pytest.raises(ValueError, match="weights_version=1: must be above 1"):
+        ops.reweigh(run.sched, 1)
+
+
+def test_a_request_that_waits_while_the_weights_change_gets_new_hashes():
+    run = Run(20, caching=True, max_num_seqs=1)
+    run.add("a", 9, max_tokens=1)
+    run.add("b", 9, max_tokens=1)
+    run.step()
+    run.sched = ops.reweigh(run.sched, 1)
+    assert hits(run.step()) == {"b": 0}
+
+
+def test_what_a_failed_request_computed_is_not_found():
+    run = Run(20, caching=True)
+    run.add("a", 9)
+    schedule, run.sched = ops.schedule(run.sched, run.state)
+    state = ops.prepare(run.state, schedule)
+    failed = Sampled(np.full((1, 1), -1, np.int32), np.zeros(1, np.int32), np.ones(1, np.int32))
+    run.state, _ = ops.commit(state, failed)
+    run.add("b", 9)
+    assert hits(run.step()) == {"b": 0}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (CacheKey(lora_name="S"), CacheKey(salt="S")),
+        (CacheKey(lora_name="S"), CacheKey(lora_name="S", lora_generation=1)),
+        (CacheKey(salt="S"), CacheKey()),
+        (CacheKey(items=(Item("h", 1, 2),)), CacheKey(items=(Item("g", 1, 2),))),
+    ],
+)
+def test_other_keys_find_nothing(ours, theirs):
+    run = Run(20, caching=True)
+    for name, key, hit in (("a", ours, 0), ("b", theirs, 0), ("c", ours, 8), ("d", theirs, 8)):
+        run.sched = ops.add(run.sched, run.state, NewRequest(name, list(range(9)), ONCE, key))
+        assert hits(run.step()) == {name: hit}
+        run.step()

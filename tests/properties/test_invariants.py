@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fstep import ops
-from fstep.state import DonatedError, Ragged, StaleStateError, i32
+from fstep.ops import prefix
+from fstep.state import CacheKey, DonatedError, Ragged, StaleStateError, i32
 from fstep.testing import (
     HashModel,
     RollingModel,
@@ -26,11 +27,17 @@ from fstep.testing import (
 )
 from fstep.testing.strategies import captures, permutations, scripts
 
-#: By name: how a model is made for a plan, and the KV group of each of its layers.
+#: By name: how a model is made for a plan, and the scripts for it.
 MODELS = {
-    "hash": (lambda plan: HashModel(plan.vocab_size, plan.max_model_len), (0,)),
-    "hash-groups": (lambda plan: HashModel(plan.vocab_size, plan.max_model_len, (0, 1, 0)), (0, 1, 0)),
-    "rolling": (lambda plan: RollingModel(plan.vocab_size, plan.max_model_len), (0,)),
+    "hash": (lambda plan: HashModel(plan.vocab_size, plan.max_model_len), scripts),
+    "hash-groups": (
+        lambda plan: HashModel(plan.vocab_size, plan.max_model_len, (0, 1, 0)),
+        partial(scripts, (0, 1, 0)),
+    ),
+    "rolling": (
+        lambda plan: RollingModel(plan.vocab_size, plan.max_model_len),
+        partial(scripts, recurrent=True),
+    ),
 }
 
 
@@ -46,10 +53,10 @@ def at_least(tally, **least):
 
 def test_i1_tokens_do_not_depend_on_the_schedule(kind, start, examples, tally):
     """First come, first served, under any limits, pool, order of arrival and capture sizes."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(50)
-    @given(scripts(layer_groups))
+    @given(some())
     def holds(script):
         model = make(script.plan)
         played = play(script, *start(model, script.plan), watch=lambda step: check_limits(step.schedule, step.sched))
@@ -63,10 +70,10 @@ def test_i1_tokens_do_not_depend_on_the_schedule(kind, start, examples, tally):
 
 def test_i1_i10_i11_tokens_do_not_depend_on_a_scheduler_without_sense(kind, start, examples, tally):
     """Preempted at any step, chunks cut anywhere, any order, aborted in any phase, ids used again."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(70)
-    @given(scripts(layer_groups, aborts=True, adversarial=True, same_ids=True))
+    @given(some(aborts=True, adversarial=True, same_ids=True))
     def holds(script):
         model = make(script.plan)
         played = play(script, *start(model, script.plan))
@@ -81,10 +88,10 @@ def test_i1_i10_i11_tokens_do_not_depend_on_a_scheduler_without_sense(kind, star
 
 def test_i2_each_phase_gives_the_same_bits_again(kind, start, examples, tally):
     """And `forward` may be repeated with the handle that it returned, not with the one that it was given."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(12)
-    @given(scripts(layer_groups))
+    @given(some())
     def holds(script):
         env, kv = start(make(script.plan), script.plan)
         handles = [kv]
@@ -116,10 +123,10 @@ def check_host_phases_again(invariant, moment):
 
 def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples, replay, tally):
     """The phases on the host and `sample` give their bits; `forward` does on a clone made then, and refuses others."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(12)
-    @given(scripts(layer_groups, adversarial=True))
+    @given(some(adversarial=True))
     def holds(script):
         env, kv = start(make(script.plan), script.plan)
         kept = deque([(None, kv.clone())], maxlen=11)  # moments, each with a clone of the cache after it
@@ -145,10 +152,10 @@ def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples,
 
 def test_i8_padding_changes_no_bit(kind, start, examples, replay, tally):
     """The same step padded to another shape, or to none."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(16)
-    @given(scripts(layer_groups), captures())
+    @given(some(), captures())
     def holds(script, capture):
         env, kv = start(make(script.plan), script.plan)
         clones = [kv.clone()]
@@ -167,10 +174,10 @@ def test_i8_padding_changes_no_bit(kind, start, examples, replay, tally):
 
 
 def test_i9_permuting_the_requests_permutes_the_outputs(kind, start, examples, replay, tally):
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(20)
-    @given(scripts(layer_groups, adversarial=True), st.data())
+    @given(some(adversarial=True), st.data())
     def holds(script, data):
         env, kv = start(make(script.plan), script.plan)
         clones = [kv.clone()]
@@ -207,10 +214,10 @@ def permuted(schedule, order):
 
 
 def test_i10_any_split_of_a_prompt_gives_the_same_tokens(kind, start, examples, tally):
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(20)
-    @given(scripts(layer_groups), st.lists(st.integers(0, 7), max_size=30))
+    @given(some(), st.lists(st.integers(0, 7), max_size=30))
     def holds(script, cuts):
         model = make(script.plan)
         played = play(script, *start(model, script.plan), scheduler=with_cuts(cuts))
@@ -235,10 +242,10 @@ def with_cuts(cuts):
 
 def test_i11_everybody_preempted_at_any_step(kind, start, examples, tally):
     """At every third step of a run in turn; resumed in the same step or in a later one."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(6)
-    @given(scripts(layer_groups), st.integers(0, 2), st.sampled_from((0, 2)))
+    @given(some(), st.integers(0, 2), st.sampled_from((0, 2)))
     def holds(script, first, pause):
         model = make(script.plan)
         plain = play(script, *start(model, script.plan))
@@ -262,12 +269,46 @@ def preempting_all_at(step, choose):
     return decide
 
 
+def test_i12_a_cached_block_holds_what_its_hash_says(start, examples, tally):
+    """And a scheduler that finds prefixes gives the tokens of one that doesn't."""
+
+    @examples(60)
+    @given(scripts(aborts=True, same_ids=True))
+    def holds(script):
+        model = HashModel(script.plan.vocab_size, script.plan.max_model_len)
+        group = script.plan.groups[0]
+        known = {}
+
+        def look(moment):
+            rows = moment.after.rows
+            for row in moment.prepared.rows.live().tolist():
+                ids = rows.tokens[row]
+                for at, block_hash in enumerate(prefix.hashes_of(ids, group.block_size, CacheKey())):
+                    known[block_hash] = at, ids[at * group.block_size :][: group.block_size].tolist()
+            for block, block_hash in moment.sched.pools[0].hashes.items():
+                at, ids = known[block_hash]
+                places = range(at * group.block_size, (at + 1) * group.block_size)
+                layer = moment.kv.layers[0]
+                assert layer.k[block].flatten().tolist() == ids
+                assert layer.v[block].flatten().tolist() == list(places)
+
+        for caching in (True, False):
+            plan = evolve(script.plan, prefix_caching=caching)
+            played = play(evolve(script, plan=plan), *start(model, plan), watch=look)
+            tally.update({what: played.counts[what] * caching for what in played.counts})
+            check_against_reference(model, plan, played.answers)
+            assert caching or not played.counts["prefix_hits"]
+
+    holds()
+    at_least(tally, runs=60, prefix_hits=30, preemptions=5)
+
+
 def test_i17_a_request_reads_no_block_but_its_own(kind, start, examples, replay, tally):
     """With NaN in the blocks of all others, its logits keep their bits."""
-    make, layer_groups = kind
+    make, some = kind
 
     @examples(12)
-    @given(scripts(layer_groups, adversarial=True))
+    @given(some(adversarial=True))
     def holds(script):
         env, kv = start(make(script.plan), script.plan)
         most = range(len(script.requests))

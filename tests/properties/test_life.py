@@ -46,6 +46,7 @@ from fstep.testing import (
     check_state,
     poison,
     reference_tokens,
+    still_cached,
 )
 from fstep.testing.strategies import plans, prompts, sampling_params, scripts
 
@@ -69,6 +70,7 @@ class Line:
     aborted: frozenset = frozenset()
     phase: str = "schedule"
     todo: Schedule = field(factory=Schedule)
+    sched_before: Any = None  #: before the newest schedule
     used: Any = None  #: the handle before the newest
     earlier: tuple = ()  #: copies of this line between two steps
 
@@ -102,9 +104,10 @@ class Life(RuleBasedStateMachine):
     start: Any
     counts: Counter
 
-    @initialize(plan=plans(max_model_len=12), kind=st.sampled_from((HashModel, RollingModel)), data=st.data())
-    def begin(self, plan, kind, data):
-        self.plan = plan
+    @initialize(kind=st.sampled_from((HashModel, RollingModel)), data=st.data())
+    def begin(self, kind, data):
+        self.plan = plan = data.draw(plans(max_model_len=12, recurrent=kind is RollingModel))
+        self.stem = data.draw(prompts(plan.vocab_size, plan.max_model_len - 1))
         self.oracle = kind(plan.vocab_size, plan.max_model_len)
         self.model = Fragile(self.oracle)
         self.env, kv = self.start(self.model, self.plan)
@@ -135,7 +138,9 @@ class Life(RuleBasedStateMachine):
     @rule(number=lines, name=st.sampled_from(NAMES), data=st.data())
     def add(self, number, name, data):
         line = self.line(number)
-        prompt = data.draw(prompts(self.plan.vocab_size, self.plan.max_model_len - 1))
+        longest = self.plan.max_model_len - 1
+        stem = self.stem[: data.draw(st.integers(0, longest))]
+        prompt = (stem + data.draw(prompts(self.plan.vocab_size, longest)))[:longest]
         request = NewRequest(name, prompt, data.draw(sampling_params(self.plan.vocab_size)))
         if name in line.open or name in line.state.rows.request_ids.row_of:
             self.counts["id_in_use"] += 1
@@ -168,6 +173,7 @@ class Life(RuleBasedStateMachine):
 
     def _schedule(self, line):
         line.earlier = (*line.earlier[-11:], line.copy())
+        line.sched_before = line.sched
         line.todo, line.sched = ops.schedule(line.sched, line.state)
         self.counts["preemptions"] += len(line.todo.preempted)
 
@@ -193,7 +199,7 @@ class Life(RuleBasedStateMachine):
         check_batch(line.state)
 
     def _forward(self, line):
-        poison(line.kv, line.state)
+        poison(line.kv, line.state, cached=still_cached(line.sched_before, line.sched))
         line.used = line.kv
         line.state, line.kv = ops.forward(line.state, self.env, line.kv)
 

@@ -261,10 +261,10 @@ def test_poison_spares_computed_tokens_alone():
     for layer in kv.layers:
         layer.k.zero_(), layer.v.zero_()
     state = with_column(running(), num_computed_tokens=[5, 2])
-    poison(kv, state)
+    poison(kv, state.detach())
     for pages in (kv.layers[0].k, kv.layers[0].v):
         assert (~pages.isnan()).flatten().nonzero().flatten().tolist() == [8, 12, 13, 20, 21, 22, 23]
-    poison(kv, state, keep=("y",))
+    poison(kv, state.detach(), keep=("y",))
     assert (~kv.layers[0].k.isnan()).flatten().nonzero().flatten().tolist() == [12, 13]
 
 

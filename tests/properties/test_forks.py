@@ -1,0 +1,135 @@
+"""Requests that branch and grow: I19 for rows forked inside one state, I1 for the tokens of all of them."""
+
+from collections import Counter
+from contextlib import suppress
+
+from attrs import define, evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fstep import ops
+from fstep.state import BatchState, FinishReason, RequestError, RowPhase, SamplingParams, SchedState
+from fstep.testing import HashModel, RollingModel, checked_step, reference_tokens
+from fstep.testing.strategies import scripts
+
+
+@define
+class Branch:
+    """A request as it should be: what it began with, and the reference's way on from there."""
+
+    prompt: list[int]
+    params: SamplingParams
+    sample_index: int
+    got: list[int]
+    reason: FinishReason | None = None
+
+    def expected(self, model, plan):
+        return reference_tokens(
+            lambda known: model.reference_logits(list(known)),
+            self.prompt,
+            self.params,
+            plan.eos_token_ids,
+            plan.max_model_len,
+            self.sample_index,
+        )
+
+
+class Tree:
+    """All branches of a run, by request."""
+
+    def __init__(self, model, script, env, kv):
+        self.model, self.plan, self.env, self.kv = model, script.plan, env, kv
+        self.state = BatchState.empty(script.plan, kv.line, kv.epoch, rows=1)
+        self.sched = SchedState.empty(script.plan, script.limits)
+        self.branches, self.family, self.counts = {}, {}, Counter()
+        for _, request in script.arrivals:
+            self.sched = ops.add(self.sched, self.state, request)
+            self.branches[request.request_id] = Branch(
+                request.prompt_token_ids.tolist(), request.sampling, request.sample_index, []
+            )
+
+    def fork(self, name, n):
+        branch, row = self.branches[name], self.state.rows.request_ids.row_of[name]
+        first = int(self.state.rows.num_samples[row])
+        self.state, self.sched = ops.fork(self.state, self.sched, name, n)
+        self.counts["copies"] += n
+        self.counts["copies_of_blocks"] += sum(map(len, self.sched.copies))
+        for k in range(n):
+            asked = branch.params.max_tokens
+            left = None if asked is None else asked - len(branch.got)
+            params = evolve(branch.params, max_tokens=left)
+            self.branches[f"{name}#{first + k}"] = Branch(branch.prompt + branch.got, params, first + k, [])
+
+    def extend(self, name, ids):
+        branch = self.branches[name]
+        with suppress(RequestError):  # no room for more: tests/ops/test_forks.py looks at these
+            self.state, self.sched = ops.extend(self.state, self.sched, name, ids)
+        if self.state.rows.prompt_len[self.state.rows.request_ids.row_of[name]] == len(branch.prompt):
+            return
+        self.counts["extensions"] += 1
+        self.branches[f"before {name} {len(branch.prompt)}"] = evolve(branch, reason=FinishReason.ABORT)
+        self.branches[name] = Branch(branch.prompt + branch.got + ids, branch.params, branch.sample_index, [])
+
+    def step(self):
+        moment = checked_step(self.state, self.sched, self.env, self.kv, guard=False)
+        self.state, self.sched, self.kv = moment.after, moment.sched, moment.kv
+        self.counts["preemptions"] += len(moment.schedule.preempted)
+        for event in moment.events:
+            branch = self.branches[event.request_id]
+            branch.got += event.token_ids
+            branch.reason = event.finish_reason
+
+    def check(self):
+        for branch in self.branches.values():
+            tokens, reason = branch.expected(self.model, self.plan)
+            if branch.reason is FinishReason.ABORT:
+                assert tuple(branch.got) == tokens[: len(branch.got)]
+            else:
+                assert (tuple(branch.got), branch.reason) == (tokens, reason)
+        assert all(pool.num_free == pool.num_blocks - 1 for pool in self.sched.pools)
+
+
+@define
+class Turn:
+    """Something that a user does after some steps."""
+
+    steps: int
+    verb: str
+    which: int
+    n: int
+    token_ids: list[int]
+
+
+def turns(vocab_size):
+    ids = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=3)
+    verbs = st.sampled_from(("fork", "extend"))
+    return st.lists(st.builds(Turn, st.integers(0, 3), verbs, st.integers(0, 7), st.integers(1, 3), ids), max_size=6)
+
+
+def test_branches_go_their_own_ways(start, examples, tally):
+    @examples(80)
+    @given(st.booleans(), st.data())
+    def holds(recurrent, data):
+        script = data.draw(scripts(recurrent=recurrent))
+        model = (RollingModel if recurrent else HashModel)(script.plan.vocab_size, script.plan.max_model_len)
+        tree = Tree(model, script, *start(model, script.plan))
+        for turn in data.draw(turns(script.plan.vocab_size)):
+            for _ in range(turn.steps):
+                tree.step()
+            rows = tree.state.rows
+            alive = (RowPhase.RUNNING, RowPhase.PREEMPTED)
+            names = [name for name, phase in zip(rows.request_ids, rows.phase, strict=True) if phase in alive]
+            if turn.verb == "extend":
+                names = [name for name in rows.request_ids if name is not None]
+            if names and turn.verb == "fork":
+                tree.fork(names[turn.which % len(names)], turn.n)
+            elif names:
+                tree.extend(names[turn.which % len(names)], turn.token_ids)
+        for _ in range(2000):
+            if ops.has_work(tree.sched, tree.state):
+                tree.step()
+        tree.check()
+        tally.update(tree.counts)
+
+    holds()
+    assert {what for what in ("copies", "copies_of_blocks", "extensions", "preemptions") if tally[what] < 5} == set()
