@@ -65,7 +65,7 @@ class _Task:
     count: int
     blocks: Sequence[int]  #: that it doesn't hold yet
     new: NewRequest | None = None
-    resumed: bool = False
+    resumed: Resumed | None = None
 
 
 def from_fastdeploy(tasks: Iterable[Any], state: BatchState, seed: int = 0, aborted: Iterable[str] = ()) -> Schedule:
@@ -73,14 +73,15 @@ def from_fastdeploy(tasks: Iterable[Any], state: BatchState, seed: int = 0, abor
 
     A task has `request_id`, `task_type` (its `value`: 0 prefill, 1 decode, 2 preempted) and, but for a preempted one,
     `block_tables`, the request's whole table. A prefill task computes tokens `prefill_start_index` to
-    `prefill_end_index` of prompt and output: of a new request, of one that was preempted, or the next chunk. A decode
+    `prefill_end_index` of prompt and output: of a new request, of one that was preempted (what lies before the start is
+    a prefix hit then), or the next chunk. A decode
     task brings blocks; every running request whose prompt is computed decodes a token in each step, with a task or
     without, in the order of the rows and before the prefills. Requests that ended by a rule of ours are finished
     first, and so are those in `aborted`. FastDeploy counts blocks from 0, so block `b` there is block `b + 1` here. A
     request without a seed gets one made of `seed` and its id; the other defaults are FastDeploy's.
 
     Raises `InteropError`, with request, field and value, for what can't be taken (grammars, pooling, multimodal inputs,
-    drafts, prefix hits, thinking limits, penalties, bad words, stop sequences, log-probabilities, other task types),
+    drafts, thinking limits, penalties, bad words, stop sequences, log-probabilities, other task types),
     and for a task that doesn't fit the state.
     """
     if len(state.plan.groups) != 1:
@@ -101,7 +102,7 @@ def from_fastdeploy(tasks: Iterable[Any], state: BatchState, seed: int = 0, abor
     return Schedule(
         finished=finished,
         preempted=preempted,
-        resumed=tuple(Resumed(each.request_id) for each in prefills if each.resumed),
+        resumed=tuple(each.resumed for each in prefills if each.resumed is not None),
         new=tuple(each.new for each in prefills if each.new is not None),
         request_ids=tuple(each.request_id for each in todo),
         num_scheduled_tokens=i32(each.count for each in todo),
@@ -149,18 +150,19 @@ def _prefill(task: Any, rows: Rows, alive: Mapping[str, int], seed: int) -> _Tas
     refuse(name, task, _ABSENT)
     row = alive.get(name)
     resumed = row is not None and rows.phase[row] == RowPhase.PREEMPTED
-    computed = 0 if row is None or resumed else int(rows.num_computed_tokens[row])
-    if start != computed:
-        limit = f"must be the {computed} tokens that are computed; a prefix hit can't be taken yet"
+    if row is not None and not resumed and start != rows.num_computed_tokens[row]:
+        limit = f"must be {rows.num_computed_tokens[row]}, the tokens that are computed"
         raise InteropError(name, "prefill_start_index", start, limit)
     output = list(getattr(task, "output_token_ids", None) or ())
     if row is None:
         if output:
             raise InteropError(name, "output_token_ids", output, "must be empty: the request has no row")
-        return _Task(name, end - start, _shifted(task.block_tables), _request(task, seed))
+        request = evolve(_request(task, seed), num_computed_tokens=start)
+        return _Task(name, end - start, _shifted(task.block_tables), request)
     if not same_tokens(rows.tokens[row], [*task.prompt_token_ids, *output]):
         raise InteropError(name, "output_token_ids", output, f"must be {rows.output(row).tolist()}, as in the state")
-    return _Task(name, end - start, _new_blocks(name, task.block_tables, rows, row), resumed=resumed)
+    back = Resumed(name, start) if resumed else None
+    return _Task(name, end - start, _new_blocks(name, task.block_tables, rows, row), resumed=back)
 
 
 def _shifted(table: Iterable[int]) -> list[int]:

@@ -34,7 +34,7 @@ _OF_STEP: Final = MappingProxyType(
         "kv_connector_metadata": "KV blocks can't come from or go to a connector",
         "ec_connector_metadata": "encoder outputs can't come from a connector",
         "new_block_ids_to_zero": "blocks can't be cleared by a schedule yet",
-        "kv_cache_block_copies": "blocks can't be copied by a schedule yet",
+        "kv_cache_block_copies": "copies of blocks are not known in this form",
     }
 )
 _OF_NEW: Final = MappingProxyType(
@@ -89,7 +89,7 @@ class _Scheduled:
     request_id: str
     blocks: tuple[Sequence[int], ...]  #: one a KV group
     new: NewRequest | None = None
-    resumed: bool = False
+    resumed: Resumed | None = None
 
 
 def from_vllm(scheduler_output: Any, state: BatchState, seed: int = 0) -> Schedule:
@@ -98,11 +98,12 @@ def from_vllm(scheduler_output: Any, state: BatchState, seed: int = 0) -> Schedu
     The batch goes in the order of `num_scheduled_tokens`. Block 0 is the null block there as here. Of the finished
     requests those that never had a row are left out, and one that had not ended by a rule of ours was aborted. A
     resumed request may come among the cached ones (`resumed_req_ids`) or, as for vLLM's second runner, among the new
-    ones with `prefill_token_ids`. A request without a seed gets one made of `seed` and its id.
+    ones with `prefill_token_ids`. `num_computed_tokens` of a request that comes in are a prefix hit; their blocks are
+    the first of its blocks. A request without a seed gets one made of `seed` and its id.
 
     `num_common_prefix_blocks` is not used: no token depends on it. Raises `InteropError`, with request, field and
     value, for what can't be taken (drafts, multimodal inputs, LoRA, pooling, grammars, prompt embeddings, KV
-    connectors, prefix hits, sampling parameters that aren't built), and for an output that doesn't fit the state
+    connectors, sampling parameters that aren't built), and for an output that doesn't fit the state
     (other counts of computed or output tokens, as with asynchronous scheduling, or of KV groups).
     """
     cached = scheduler_output.scheduled_cached_reqs
@@ -115,12 +116,12 @@ def from_vllm(scheduler_output: Any, state: BatchState, seed: int = 0) -> Schedu
     found += [_from_cached(cached, index, rows, alive, groups) for index in range(len(cached.req_ids))]
     by_name = {each.request_id: each for each in found}
     counts = _counts(scheduler_output, by_name)
-    resumed = tuple(each.request_id for each in found if each.resumed)
+    resumed = tuple(each.resumed for each in found if each.resumed is not None)
     preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
     return Schedule(
         finished=finished,
         preempted=_preempted(preempted, resumed, rows, alive),
-        resumed=tuple(map(Resumed, resumed)),
+        resumed=resumed,
         new=tuple(each.new for each in found if each.new is not None),
         request_ids=tuple(counts),
         num_scheduled_tokens=i32(counts.values()),
@@ -138,12 +139,12 @@ def _finished(names: Collection[str], rows: Rows) -> tuple[Finished, ...]:
 
 
 def _preempted(
-    names: Collection[str], resumed: tuple[str, ...], rows: Rows, alive: Mapping[str, int]
+    names: Collection[str], resumed: tuple[Resumed, ...], rows: Rows, alive: Mapping[str, int]
 ) -> tuple[str, ...]:
     """With the requests that are resumed though nobody said that they were preempted, as vLLM's older outputs do."""
     for name in names:
         _row(name, "preempted_req_ids", alive)
-    running = {name for name in resumed if rows.phase[alive[name]] == RowPhase.RUNNING}
+    running = {each.request_id for each in resumed if rows.phase[alive[each.request_id]] == RowPhase.RUNNING}
     return tuple(name for name in alive if name in names or name in running)
 
 
@@ -151,7 +152,6 @@ def _from_new(new: Any, rows: Rows, alive: Mapping[str, int], groups: int, seed:
     name = new.req_id
     refuse(name, new, _OF_NEW)
     blocks = _one_a_group(name, "block_ids", new.block_ids, groups)
-    _check(name, "num_computed_tokens", new.num_computed_tokens, 0, "a prefix hit can't be taken yet")
     whole = getattr(new, "prefill_token_ids", None)
     if name in alive:
         known = rows.tokens[alive[name]]
@@ -159,10 +159,11 @@ def _from_new(new: Any, rows: Rows, alive: Mapping[str, int], groups: int, seed:
             raise InteropError(
                 name, "prefill_token_ids", whole, f"must be the request's {len(known)} tokens: it has a row"
             )
-        return _Scheduled(name, blocks, resumed=True)
+        return _Scheduled(name, blocks, resumed=Resumed(name, new.num_computed_tokens))
     if whole is not None and not same_tokens(new.prompt_token_ids, whole):
         raise InteropError(name, "prefill_token_ids", whole, "holds more than the prompt, but the request has no row")
-    return _Scheduled(name, blocks, _request(name, new.prompt_token_ids, _sampling(name, new.sampling_params, seed)))
+    request = _request(name, new.prompt_token_ids, _sampling(name, new.sampling_params, seed))
+    return _Scheduled(name, blocks, evolve(request, num_computed_tokens=new.num_computed_tokens))
 
 
 def _from_cached(cached: Any, index: int, rows: Rows, alive: Mapping[str, int], groups: int) -> _Scheduled:
@@ -172,15 +173,13 @@ def _from_cached(cached: Any, index: int, rows: Rows, alive: Mapping[str, int], 
     for field in ("new_token_ids", "rewound_req_ids"):
         _refuse_cached(name, cached, index, field)
     computed, output = cached.num_computed_tokens[index], rows.num_tokens[row] - rows.prompt_len[row]
-    if resumed:
-        _check(name, "num_computed_tokens", computed, 0, "a prefix hit can't be taken yet")
-    else:
+    if not resumed:
         _check(name, "num_computed_tokens", computed, int(rows.num_computed_tokens[row]), "differs from the state's")
     if not says_nothing(getattr(cached, "num_output_tokens", None)):
         _check(name, "num_output_tokens", cached.num_output_tokens[index], int(output), "differs from the state's")
     given = cached.new_block_ids[index]
     blocks = ((),) * groups if given is None else _one_a_group(name, "new_block_ids", given, groups)
-    return _Scheduled(name, blocks, resumed=resumed)
+    return _Scheduled(name, blocks, resumed=Resumed(name, computed) if resumed else None)
 
 
 def _refuse_cached(name: str, cached: Any, index: int, field: str) -> None:

@@ -92,7 +92,7 @@ def told_by_vllm(todo, state, second_runner=False):
     """A `Schedule` for a state, as vLLM's scheduler would tell it to its first or its second runner."""
     rows = state.rows
     new = {each.request_id: each for each in todo.new}
-    back = {each.request_id for each in todo.resumed}
+    back = {each.request_id: each.num_computed_tokens for each in todo.resumed}
     blocks = {name: tuple(group[b].tolist() for group in todo.new_blocks) for b, name in enumerate(todo.request_ids)}
     output = VllmOutput(
         num_scheduled_tokens=dict(zip(todo.request_ids, todo.num_scheduled_tokens.tolist(), strict=True)),
@@ -103,18 +103,20 @@ def told_by_vllm(todo, state, second_runner=False):
     for name in todo.request_ids:
         if name in new:
             told = VllmNew(name, new[name].prompt_token_ids.tolist(), blocks[name], vllm_sampling(new[name].sampling))
+            told.num_computed_tokens = new[name].num_computed_tokens
             output.scheduled_new_reqs.append(told)
             continue
         row = rows.request_ids.row_of[name]
         known = rows.tokens[row].tolist()
         if name in back and second_runner:
             prompt = known[: rows.prompt_len[row]]
-            output.scheduled_new_reqs.append(VllmNew(name, prompt, blocks[name], prefill_token_ids=known))
+            told = VllmNew(name, prompt, blocks[name], num_computed_tokens=back[name], prefill_token_ids=known)
+            output.scheduled_new_reqs.append(told)
             continue
         cached = output.scheduled_cached_reqs
         cached.req_ids.append(name)
         cached.new_block_ids.append(blocks[name] if any(blocks[name]) else None)
-        cached.num_computed_tokens.append(0 if name in back else int(rows.num_computed_tokens[row]))
+        cached.num_computed_tokens.append(back.get(name, int(rows.num_computed_tokens[row])))
         cached.num_output_tokens.append(int(rows.num_tokens[row] - rows.prompt_len[row]))
         if name in back:
             cached.resumed_req_ids.add(name)
@@ -175,7 +177,7 @@ def told_by_fastdeploy(todo, state, plan):
     """A `Schedule` that lets every decode run, as FastDeploy's scheduler would tell it. Its block 0 is our block 1."""
     rows = state.rows
     new = {each.request_id: each for each in todo.new}
-    back = {each.request_id for each in todo.resumed}
+    back = {each.request_id: each.num_computed_tokens for each in todo.resumed}
     tasks = [FastDeployTask(name, RequestType.PREEMPTED) for name in todo.preempted]
     for b, name in enumerate(todo.request_ids):
         count, more = int(todo.num_scheduled_tokens[b]), (todo.new_blocks[0][b] - 1).tolist()
@@ -183,11 +185,12 @@ def told_by_fastdeploy(todo, state, plan):
             params = new[name].sampling
             ends = [*params.stop_token_ids, *(() if params.ignore_eos else plan.eos_token_ids)]
             prompt, sampling = new[name].prompt_token_ids.tolist(), fastdeploy_sampling(params)
-            told = FastDeployTask(name, RequestType.PREFILL, more, 0, count, prompt, [], sampling, ends)
+            start = new[name].num_computed_tokens
+            told = FastDeployTask(name, RequestType.PREFILL, more, start, start + count, prompt, [], sampling, ends)
             tasks.append(told)
             continue
         row = rows.request_ids.row_of[name]
-        start = int(rows.num_computed_tokens[row])
+        start = back.get(name, int(rows.num_computed_tokens[row]))
         table = (rows.blocks[0][row] - 1).tolist() + more
         if name in back or start < rows.prefill_len[row]:
             known, split = rows.tokens[row].tolist(), int(rows.prompt_len[row])

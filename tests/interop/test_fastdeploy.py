@@ -38,6 +38,7 @@ def test_runs_through_tasks_give_the_tokens_of_the_reference(start, examples, ta
     run()
     assert tally["preemptions"]
     assert tally["partial_prompts"]
+    assert tally["prefix_hits"]
 
 
 def prefill(**fields):
@@ -59,7 +60,6 @@ def refused(tasks, batch):
         ("pooling_params", object()),
         ("multimodal_inputs", {"images": [1]}),
         ("enable_thinking", True),
-        ("prefill_start_index", 2),
         ("output_token_ids", [9]),
     ],
 )
@@ -133,6 +133,8 @@ def test_tasks_that_do_not_fit_the_state(batch):
     assert refused([FastDeployTask("a", DECODE, [0, 1])], batch) == ("a", "block_tables", [0, 1])
     wrong = FastDeployTask("a", PREFILL, [1], 3, 4, [10, 11, 12], [51])
     assert refused([wrong], batch) == ("a", "output_token_ids", [51])
+    late = FastDeployTask("a", PREFILL, [1], 2, 4, [10, 11, 12], [50])
+    assert refused([late], batch) == ("a", "prefill_start_index", 2)
     assert refused([FastDeployTask("a", DECODE, [1]), FastDeployTask("a", PREEMPTED)], batch)[:2] == ("a", "task_type")
 
 

@@ -20,19 +20,23 @@ from tokenizers import decoders, models
 
 from fstep import ops
 from fstep.models.tokenizer import Tokenizer
-from fstep.ops import _sample
+from fstep.ops import _sample, prefix
 from fstep.ops._pad import descriptor_for
 from fstep.shell import CpuDevice
 from fstep.shell.detokenizer import Detokenizer, StopMatcher
 from fstep.state import (
     BatchDescriptor,
     BatchState,
+    BlockPool,
+    CacheKey,
     Env,
+    Item,
     KVGroup,
     NewRequest,
     Output,
     Plan,
     Ragged,
+    RequestError,
     RowEvent,
     Sampled,
     SamplingParams,
@@ -352,15 +356,16 @@ def prompt_of(spec: Any) -> list[int]:
 
 
 def schedule_trace(given: Given) -> dict[str, Any]:
-    """Steps without a model: every request whose prompt is complete draws token 0."""
-    if given["prefix_caching"] or not given["chunked_prefill"]:
-        raise NotBuiltError("prefix caching" if given["prefix_caching"] else "prompts that are never cut")
+    """Steps without a model: every request whose prompt is complete draws 1000, 1001, … in turn."""
+    if not given["chunked_prefill"]:
+        raise NotBuiltError("prompts that are never cut")
     limits = SchedLimits(
         max_num_seqs=given["max_num_reqs"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
         long_prefill_token_threshold=given["long_prefill_token_threshold"],
     )
-    plan = plan_of(given["num_blocks"] + 1, given["block_size"], max_model_len=1 << 14)
+    sizes = given["num_blocks"] + 1, given["block_size"]
+    plan = plan_of(*sizes, 1 << 12, max_model_len=1 << 14, prefix_caching=given["prefix_caching"])
     state, sched = BatchState.empty(plan), SchedState.empty(plan, limits)
     steps = []
     for number in range(given["num_steps"]):
@@ -372,7 +377,8 @@ def schedule_trace(given: Given) -> dict[str, Any]:
         state = ops.prepare(state, todo)
         inputs = state.step.inputs
         computed = (inputs.seq_lens - inputs.num_scheduled_tokens).tolist()
-        state, events = ops.commit(state, drawn(np.where(inputs.discard, -1, 0)))
+        output = inputs.sample_positions - state.rows.prompt_len[inputs.rows]
+        state, events = ops.commit(state, drawn(np.where(inputs.discard, -1, 1000 + output)))
         steps.append(_traced(todo, computed, events))
     return {"steps": steps}
 
@@ -386,14 +392,144 @@ def _traced(todo: Schedule, computed: Sequence[int], events: Sequence[RowEvent])
     }
 
 
+# The prefix cache ---------------------------------------------------------------------------------------------------
+
+
+def block_hash_chain(given: Given) -> dict[str, Any]:
+    """With extra keys of any kind, so by the hash of one block; without, the whole chain must give the same."""
+    ids, size, parent = given["token_ids"], given["block_size"], bytes.fromhex(given["root_hash_hex"])
+    starts = range(0, len(ids) - size + 1, size)
+    extras = given["extra_keys"] or [None] * len(starts)
+    hashes: list[bytes] = []
+    for start, extra in zip(starts, extras, strict=True):
+        hashes.append(prefix.block_hash(hashes[-1] if hashes else parent, ids[start : start + size], extra or ()))
+    if given["extra_keys"] is None:
+        assert hashes == list(prefix.hashes_of(i32(ids), size, CacheKey(), parent=parent))
+    return {"block_hashes_hex": [each.hex() for each in hashes]}
+
+
+def block_hash_extra_keys(given: Given) -> dict[str, Any]:
+    items = tuple(Item(each["hash"], each["offset"], each["length"]) for each in given["items"])
+    key = CacheKey(salt=given["salt"], lora_name=given["lora"], items=items)
+    return {"extra_keys": [list(each) for each in prefix.extra_keys(*given["block_range"], key)]}
+
+
+def prefix_hit_length(given: Given) -> dict[str, Any]:
+    size = given["block_size"]
+    cache = _Cache(64, size)
+    cache.allocate(given["cached_prompt"], given["cached_salt"])
+    cached, asked = (
+        list(prefix.hashes_of(i32(given[name]), size, CacheKey(salt=given[salt])))
+        for name, salt in (("cached_prompt", "cached_salt"), ("prompt", "salt"))
+    )
+    equal = sum(a == b for a, b in zip(cached, asked, strict=False))
+    return {"num_equal_blocks": equal, "hit_tokens": cache.allocate(given["prompt"], given["salt"])["hit_tokens"]}
+
+
+class _Cache:
+    """A pool of blocks whose requests come in through `schedule`, are never stepped, and go."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.plan = plan_of(num_blocks + 1, block_size)
+        self.sched = SchedState.empty(self.plan, SchedLimits(max_num_batched_tokens=LONG))
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.sched.pools[0]
+
+    def allocate(self, prompt: Sequence[int], salt: str | None = None) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = NewRequest("r", prompt, params, CacheKey(salt=salt))
+        state = BatchState.empty(self.plan)
+        try:
+            todo, sched = ops.schedule(ops.add(self.sched, state, request), state)
+        except RequestError:  # it would never fit
+            return {"hit_tokens": 0, "block_ids": None}
+        if not todo.new:
+            return {"hit_tokens": 0, "block_ids": None}
+        self.sched = evolve(sched, running=())
+        return {"hit_tokens": todo.new[0].num_computed_tokens, "block_ids": todo.new_blocks[0][0].tolist()}
+
+    def free(self, blocks: Sequence[int]) -> dict[str, Any]:
+        self.sched = evolve(self.sched, pools=(self.pool.give(i32(blocks)),))
+        return {"free_queue": self.pool.free.tolist()}
+
+    def reset(self) -> dict[str, Any]:
+        try:
+            self.sched = evolve(self.sched, pools=(self.pool.forgotten(),))
+        except ValueError:
+            return {"ok": False}
+        return {"ok": True}
+
+
+def block_pool_trace(given: Given) -> dict[str, Any]:
+    cache = _Cache(given["num_blocks"], given["block_size"])
+    held: dict[str, list[int]] = {}
+    results: list[dict[str, Any]] = []
+    for each in given["ops"]:
+        match each:
+            case {"op": "allocate", "id": name, "prompt": prompt}:
+                results.append(cache.allocate(prompt_of(prompt), each.get("salt")))
+                held[name] = results[-1]["block_ids"] or []
+            case {"op": "free", "id": name}:
+                results.append(cache.free(held.pop(name)))
+            case {"op": "reset_prefix_cache"}:
+                results.append(cache.reset())
+            case _:
+                raise NotBuiltError(f"the operation {each['op']}")
+    return {"results": results}
+
+
+def free_queue(given: Given) -> dict[str, Any]:
+    """Ids are named one higher here: block 0 is never in the queue. Blocks go to its tail if they are known."""
+    used = [*given["initial"], *(id_ for _, ids in given["ops"] if isinstance(ids, list) for id_ in ids)]
+    pool = BlockPool.full(max(used, default=0) + 2)
+    pool = pool.take(pool.num_free)[1]
+    pool = _appended(pool, given["initial"])
+    results: list[dict[str, Any]] = []
+    for name, argument in given["ops"]:
+        try:
+            returned, pool = _queued(pool, name, argument)
+        except ValueError:
+            results.append({"error": "the queue was empty"})
+            continue
+        results.append({"returned": returned, "queue": (pool.free - 1).tolist()})
+    return {"results": results}
+
+
+def _queued(pool: BlockPool, name: str, argument: Any) -> tuple[list[int] | None, BlockPool]:
+    match name:
+        case "popleft" | "popleft_n":
+            taken, pool = pool.take(1 if argument is None else argument)
+            return (taken - 1).tolist(), pool
+        case "append":
+            return None, _appended(pool, argument)
+        case "prepend":
+            return None, pool.give(i32(argument) + 1, forget=True)
+        case "remove":
+            return None, pool.share([argument + 1])
+    raise NotBuiltError(f"the operation {name}")
+
+
+def _appended(pool: BlockPool, ids: Sequence[int]) -> BlockPool:
+    blocks = [id_ + 1 for id_ in ids]
+    return pool.cache(blocks, [bytes([block]) for block in blocks]).give(i32(blocks[::-1]))
+
+
 ADAPTERS: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType(
     {
+        "block_hash_chain": block_hash_chain,
+        "block_hash_extra_keys": block_hash_extra_keys,
+        "prefix_hit_length": prefix_hit_length,
+        "block_pool_trace": block_pool_trace,
+        "free_queue": free_queue,
         "chunked_prefill_schedule": schedule_trace,
         "graph_pad_size": graph_pad_size,
         "incremental_detokenize": incremental_detokenize,
         "min_p": min_p,
         "pad_tail": pad_tail,
         "preemption": schedule_trace,
+        "prefix_cache_schedule": schedule_trace,
         "sampling_chain": sampling_chain,
         "slot_mapping": slot_mapping,
         "step_inputs": step_inputs,

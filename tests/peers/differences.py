@@ -54,8 +54,7 @@ ALLOWED: Mapping[tuple[str, str], Callable[[Any, Any, Any], bool]] = MappingProx
 #: Features that aren't built, and the rules that wait for each.
 _WAITING: Mapping[str, str] = MappingProxyType(
     {
-        "prefix caching": "block_hash_chain block_hash_extra_keys prefix_hit_length block_pool_trace free_queue "
-        "prefix_cache_schedule radix_match",
+        "a prefix cache by tokens instead of whole blocks": "radix_match",
         "KV groups of several kinds, and their planning": "kv_groups kv_unify_page_size kv_page_plan skipped_blocks "
         "sliding_window_hit chunked_local_hit hybrid_hit attention_visibility chunked_local_virtual_batches",
         "common prefixes of block tables": "common_prefix_blocks",
