@@ -194,8 +194,9 @@ def scores(logits: Sequence[Sequence[float]], params: Sequence[SamplingParams]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sample, "_with_noise", without_noise)
         ops.sample(state.with_step(evolve(state.step, output=Output(matrix))), Env(None, {}, CpuDevice()))
-    (made,) = seen
-    return made
+    hot = [n for n, each in enumerate(params) if not each.greedy]
+    best = torch.nn.functional.one_hot(_sample._best(matrix)[1], matrix.shape[1]).log()  # what a greedy row draws from
+    return best.index_copy(0, torch.tensor(hot, dtype=torch.int64), seen[0]) if hot else best
 
 
 def kept(logits: Sequence[Sequence[float]], params: Sequence[SamplingParams]) -> dict[str, Any]:
@@ -208,16 +209,16 @@ def temperature(given: Given) -> dict[str, Any]:
 
 
 def top_k(given: Given) -> dict[str, Any]:
-    return kept(given["logits"], [SamplingParams(top_k=k) for k in given["top_k"]])
+    return kept(given["logits"], [SamplingParams(top_k=k or 0) for k in given["top_k"]])
 
 
 def top_p(given: Given) -> dict[str, Any]:
-    return kept(given["logits"], [SamplingParams(top_p=p) for p in given["top_p"]])
+    return kept(given["logits"], [SamplingParams(top_p=p or 1) for p in given["top_p"]])
 
 
 def top_k_top_p(given: Given) -> dict[str, Any]:
     pairs = zip(given["top_k"], given["top_p"], strict=True)
-    return kept(given["logits"], [SamplingParams(top_k=k, top_p=p) for k, p in pairs])
+    return kept(given["logits"], [SamplingParams(top_k=k or 0, top_p=p or 1) for k, p in pairs])
 
 
 def min_p(given: Given) -> dict[str, Any]:
@@ -350,6 +351,10 @@ def prompt_of(spec: Any) -> list[int]:
             return [token] * count
         case {"range": [start, stop]}:
             return list(range(start, stop))
+        case {"range": int(start), "n": count}:
+            return list(range(start, start + count))
+        case {"range": int(count)}:
+            return list(range(count))
         case list():
             return spec
     raise NotBuiltError(f"a prompt written as {spec}")
@@ -441,12 +446,14 @@ class _Cache:
         params = SamplingParams(temperature=0, max_tokens=1)
         request = NewRequest("r", prompt, params, CacheKey(salt=salt))
         state = BatchState.empty(self.plan)
+        hashes = prefix.all_hashes(self.plan, request.prompt_token_ids, request.cache_key)
+        hit = prefix.hit_length((self.pool,), self.plan.groups, hashes, len(prompt))
         try:
             todo, sched = ops.schedule(ops.add(self.sched, state, request), state)
         except RequestError:  # it would never fit
-            return {"hit_tokens": 0, "block_ids": None}
+            return {"hit_tokens": hit, "block_ids": None}
         if not todo.new:
-            return {"hit_tokens": 0, "block_ids": None}
+            return {"hit_tokens": hit, "block_ids": None}
         self.sched = evolve(sched, running=())
         return {"hit_tokens": todo.new[0].num_computed_tokens, "block_ids": todo.new_blocks[0][0].tolist()}
 
