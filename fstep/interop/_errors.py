@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -23,12 +23,15 @@ class InteropError(FieldError):
 def refuse(request_id: str | None, source: Any, absent: Mapping[str, str]) -> None:
     """Raises `InteropError` for the first of the fields `absent` that says anything: its reason is the limit.
 
-    A field that is missing, None, False, or empty says nothing.
+    A field that is missing, None, False, or empty says nothing. Of a field with an entry a request, the first is named.
     """
     for name, limit in absent.items():
         value = getattr(source, name, None)
-        if not says_nothing(value):
-            raise InteropError(request_id, name, value, limit)
+        if says_nothing(value):
+            continue
+        if request_id is None and isinstance(value, dict):
+            request_id, value = next(iter(cast(dict[str, Any], value).items()))
+        raise InteropError(request_id, name, value, limit)
 
 
 def says_nothing(value: Any) -> bool:
