@@ -50,7 +50,8 @@ def commit(state: BatchState, got: Sampled) -> tuple[BatchState, tuple[RowEvent,
         num_computed_tokens=put(rows.num_computed_tokens, at, inputs.seq_lens),
         weights=_with_version(rows, at[some], step.output.weights_version) if step.output else rows.weights,
     )
-    return BatchState(state.plan, after, state.line, state.kv_epoch), _events(step.schedule.request_ids, inputs, kept)
+    events = _events(step.schedule.request_ids, inputs, kept, step.output.weights_version if step.output else 0)
+    return BatchState(state.plan, after, state.line, state.kv_epoch), events
 
 
 def _with_version(rows: Rows, at: Intp, weights_version: int) -> Log:
@@ -96,10 +97,11 @@ def _first_stop(token_ids: I32, stop_token_ids: I32) -> I32:
     return cast(I32, np.where(np.any(is_stop, axis=1), np.argmax(is_stop, axis=1), token_ids.shape[1]))
 
 
-def _events(names: tuple[str, ...], inputs: Inputs, kept: _Kept) -> tuple[RowEvent, ...]:
+def _events(names: tuple[str, ...], inputs: Inputs, kept: _Kept, weights_version: int) -> tuple[RowEvent, ...]:
     """One event for each request that got a token or an end, in the order of the batch."""
     tokens = _tuples(kept.token_ids, kept.counts)
-    events = list(map(RowEvent._make, zip(names, inputs.rows.tolist(), tokens, repeat(None), repeat(None))))
+    parts = zip(names, inputs.rows.tolist(), tokens, repeat(None), repeat(None), repeat(weights_version))
+    events = list(map(RowEvent._make, parts))
     for b in np.nonzero(kept.phase != RowPhase.RUNNING)[0].tolist():
         reason = RowPhase(kept.phase[b]).finish_reason
         error = _no_distribution(names[b], inputs.sample_positions[b]) if reason is FinishReason.ERROR else None

@@ -6,7 +6,7 @@ import torch
 from attrs import evolve
 
 from fstep.ops.lines import next_epoch
-from fstep.state import KV, BatchState, DeviceInputs, DeviceMeta, Env, Meta, Output, Schedule, Step
+from fstep.state import KV, BatchState, DeviceInputs, DeviceMeta, Env, Meta, Output, Step
 
 
 def forward(state: BatchState, env: Env, kv: KV, taps: tuple[str, ...] = ()) -> tuple[BatchState, KV]:
@@ -21,7 +21,8 @@ def forward(state: BatchState, env: Env, kv: KV, taps: tuple[str, ...] = ()) -> 
     step = state.need_step("forward")
     meta = step.need_meta("forward")
     epoch = next_epoch(state, kv)
-    _copy_blocks(step.schedule, env, kv)
+    if step.schedule.copies:
+        kv.copy_blocks(step.schedule.copies)
     if len(step.inputs.token_ids):
         x = _device_inputs(step, meta, env, tuple(group.block_size for group in state.plan.groups))
         with torch.inference_mode():  # a tenth of a decode step on a CPU is autograd's bookkeeping otherwise
@@ -33,17 +34,6 @@ def forward(state: BatchState, env: Env, kv: KV, taps: tuple[str, ...] = ()) -> 
         output = Output(torch.empty((0, env.model.vocab_size)), weights_version=env.weights_version)
     after = evolve(step, output=output, sampled=None)
     return BatchState(state.plan, state.rows, state.line, epoch, after), kv.advance(epoch, step.inputs)
-
-
-def _copy_blocks(schedule: Schedule, env: Env, kv: KV) -> None:
-    """What the schedule asks to copy, before anything is written."""
-    if not schedule.copies:
-        return
-    pairs = [env.device.put((copies[:, 0], copies[:, 1])) for copies in schedule.copies]
-    for spec, layer in zip(env.model.kv_specs(), kv.layers, strict=True):
-        source, copy = (each.long() for each in pairs[spec.group])
-        for pages in (layer.k, layer.v):
-            pages.index_copy_(0, copy, pages.index_select(0, source))
 
 
 def _device_inputs(step: Step, meta: Meta, env: Env, block_sizes: tuple[int, ...]) -> DeviceInputs:

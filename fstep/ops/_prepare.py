@@ -8,6 +8,7 @@ import numpy as np
 from attrs import evolve
 from numpy.typing import NDArray
 
+from fstep.ops.order import in_order
 from fstep.state import (
     I32,
     I64,
@@ -39,11 +40,13 @@ def prepare(state: BatchState, schedule: Schedule) -> BatchState:
     """The state with the schedule's changes made, and with the step's `Inputs`.
 
     Allocates nothing: every block that the scheduled tokens need must be held or come with the schedule. Raises
-    `ScheduleError` naming the request and the rule that it breaks; `state` is unchanged then.
+    `ScheduleError` naming the request and the rule that it breaks; `state` is unchanged then. The step's own schedule
+    is in the order of the batch, which the plan's `RowOrder` decides.
     """
     rows = _changed(state.rows, schedule, state.plan)
     at = _scheduled_rows(rows, schedule)
     rows = _with_blocks(rows, schedule, at, state.plan)
+    schedule, at = in_order(state.plan.order, schedule, rows, at)
     inputs = _inputs(rows, at, schedule, state.plan)
     return BatchState(state.plan, rows, state.line, state.kv_epoch, Step(schedule, inputs))
 

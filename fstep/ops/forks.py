@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 
 from fstep.ops import prefix
 from fstep.ops._prepare import put, with_free_rows
-from fstep.ops.requests import check_room, check_token_ids
+from fstep.ops.requests import check_free_id, check_room, check_token_ids
 from fstep.state import (
     I32,
     BatchState,
@@ -114,10 +114,10 @@ def _row_between_steps(
 def _check_names(state: BatchState, sched: SchedState, names: tuple[str, ...], n: int, request_id: str) -> None:
     if len(names) != n:
         raise RequestError("request_ids", list(names), f"must be {n} names, one for each copy", request_id)
-    used = {*state.rows.request_ids.row_of, *(each.request_id for each in sched.waiting)}
     for number, name in enumerate(names):
-        if name in used or name in names[:number]:
-            raise RequestError("request_id", name, "is in use by another request that has not ended", name)
+        check_free_id(sched, state, name)
+        if name in names[:number]:
+            raise RequestError("request_ids", list(names), f"{name!r} stands there twice", request_id)
 
 
 # Forks ---------------------------------------------------------------------------------------------------------------
@@ -139,25 +139,26 @@ def _share(state: BatchState, sched: SchedState, row: int, most: int) -> _Shares
     partial = [int(computed % group.block_size > 0) for group in state.plan.groups]
     if any(partial):
         most = min(most, *(pool.num_free for pool, each in zip(sched.pools, partial, strict=True) if each))
-    copies = sched.copies or tuple(_NO_COPIES for _ in state.plan.groups)
     parts = [
-        _share_group(pool, blocks[row][: group.blocks_for(computed)], part, most, pending)
-        for pool, group, blocks, part, pending in zip(
-            sched.pools, state.plan.groups, state.rows.blocks, partial, copies, strict=True
-        )
+        _share_group(sched, number, blocks[row][: group.blocks_for(computed)], part, most)
+        for number, (group, blocks, part) in enumerate(zip(state.plan.groups, state.rows.blocks, partial, strict=True))
     ]
     pools, held, copies = zip(*parts, strict=True)
     return _Shares(pools, tuple(zip(*held, strict=True)), copies if any(map(len, copies)) else ())
 
 
-def _share_group(pool: BlockPool, held: I32, partial: int, most: int, copies: I32) -> tuple[BlockPool, list[I32], I32]:
+def _share_group(
+    sched: SchedState, number: int, held: I32, partial: int, most: int
+) -> tuple[BlockPool, list[I32], I32]:
     """The blocks of `most` copies in one KV group; the last of `held` is copied if it is a `partial` one."""
+    pool, copies = sched.pools[number], sched.copies[number] if sched.copies else _NO_COPIES
     whole = held[: len(held) - partial]
     for _ in range(most):
         pool = pool.share(whole.tolist())
     fresh, pool = pool.take(most * partial)
     if partial:
-        copies = np.concatenate((copies, np.stack((np.repeat(held[-1:], most), fresh), axis=1)))
+        source = np.full(most, sched.filled_from(number, int(held[-1])), np.int32)
+        copies = np.concatenate((copies, np.stack((source, fresh), axis=1)))
     return pool, [np.append(whole, fresh[k : k + partial]) for k in range(most)], frozen_array(copies)
 
 

@@ -24,6 +24,12 @@ def check_request(plan: Plan, request: NewRequest) -> None:
     check_room(plan, longest_len(plan, request), who)
 
 
+def check_free_id(sched: SchedState, state: BatchState, request_id: str) -> None:
+    """No request of this id may wait or have a row."""
+    if _admitted(sched, state, request_id) or any(each.request_id == request_id for each in sched.waiting):
+        raise RequestError("request_id", request_id, "is in use by another request that has not ended", request_id)
+
+
 def check_token_ids(plan: Plan, ids: I32, request_id: str) -> None:
     """There must be some, all in the vocabulary."""
     if len(ids) == 0:
@@ -55,8 +61,7 @@ def add(sched: SchedState, state: BatchState, request: NewRequest) -> SchedState
     Raises `RequestError` if it could never be served, if its seed is still None, or if its id is in use.
     """
     who = request.request_id
-    if _admitted(sched, state, who) or any(each.request_id == who for each in sched.waiting):
-        raise RequestError("request_id", who, "is in use by another request that has not ended", who)
+    check_free_id(sched, state, who)
     if request.sampling.seed is None and not request.sampling.greedy:
         raise RequestError("seed", None, "must be set before a request is admitted", who)
     check_request(state.plan, request)

@@ -32,6 +32,7 @@ from fstep.state import (
     SamplingParams,
     SchedLimits,
     SchedState,
+    Tree,
 )
 
 Prompt: TypeAlias = str | Sequence[int] | NDArray[np.integer]
@@ -50,6 +51,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None  #: None while it runs
     error: str | None = None
     seed: int | None = None  #: of the request's noise: with it the same tokens come again
+    weights_versions: tuple[int, ...] = ()  #: with which each token was drawn
 
     @property
     def finished(self) -> bool:
@@ -186,6 +188,13 @@ class Engine:
         output = live.output
         return evolve(output, text=output.text + rest, delta=rest, finish_reason=FinishReason.ABORT)
 
+    def update_weights(self, params: Tree) -> int:
+        """Other parameters of the same model, as a `Checkpoint` holds them; returns their version, one above.
+
+        Running requests go on with the keys and values that they have; nothing that was cached before is found again.
+        """
+        return self.runner.update_weights(placed(params, self.env.device.kernels))
+
     def has_unfinished(self) -> bool:
         return bool(self._held) or self.runner.has_unfinished()
 
@@ -284,6 +293,7 @@ class Engine:
             delta=delta,
             finish_reason=reason,
             error=event.error,
+            weights_versions=live.output.weights_versions + (event.weights_version,) * len(event.token_ids),
         )
         if reason is not None:
             del self._live[event.request_id]

@@ -7,15 +7,17 @@ clone has pages of its own, so two lines of states can go on from the same place
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 from attrs import define, frozen
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fstep.state import Bool, ConfigError, Device, DonatedError, Inputs, LayerKV, LayerSpec, Plan
+from fstep.state import I32, Bool, ConfigError, Device, DonatedError, Inputs, LayerKV, LayerSpec, Plan
 
 
 @frozen(eq=False)
@@ -83,6 +85,36 @@ class KVCache:
         self._pages = None
         return KVCache(pages, self._line, epoch, self._origin if epoch == self._epoch else None, inputs)
 
+    def copy_blocks(self, copies: tuple[I32, ...]) -> None:
+        """Copies whole blocks, `[n, 2]` from and to in each KV group; `forward` calls it before anything is written."""
+        pages = self._live()
+        for touched, pairs in zip(pages.touched, copies, strict=True):
+            touched[pairs[:, 1]] = True
+        for spec, layer in zip(pages.specs, pages.layers, strict=True):
+            source, copy = _on_device(copies[spec.group].T, layer)
+            for each in (layer.k, layer.v):
+                each.index_copy_(0, copy, each.index_select(0, source))
+
+    def export(self, slots: tuple[I32, ...]) -> tuple[LayerKV, ...]:
+        """Copies of what lies at some slots, one array a KV group: for each layer `[n, num_kv_heads, head_dim]`."""
+        pages = self._live()
+        made: list[LayerKV] = []
+        for spec, layer in zip(pages.specs, pages.layers, strict=True):
+            block, offset = _on_device(np.divmod(slots[spec.group], layer.k.shape[2]), layer)
+            made.append(LayerKV(layer.k[block, :, offset].cpu(), layer.v[block, :, offset].cpu()))
+        return tuple(made)
+
+    def filled(self, slots: tuple[I32, ...], layers: tuple[LayerKV, ...]) -> KVCache:
+        """Kills this handle and returns the next one, with what `export` gave at some slots that nobody owns."""
+        pages = self._live()
+        for touched, group, at in zip(pages.touched, pages.plan.groups, slots, strict=True):
+            touched[at // group.block_size] = True
+        for spec, layer, new in zip(pages.specs, pages.layers, layers, strict=True):
+            block, offset = _on_device(np.divmod(slots[spec.group], layer.k.shape[2]), layer)
+            layer.k[block, :, offset], layer.v[block, :, offset] = new.k.to(block.device), new.v.to(block.device)
+        self._pages = None
+        return KVCache(pages, self._line, self._epoch + 1)
+
     def clone(self) -> KVCache:
         """A copy on a line of its own; both live on. Only blocks that were ever written are copied."""
         pages = self._live()
@@ -124,6 +156,12 @@ def new_kv(plan: Plan, specs: Sequence[LayerSpec], device: Device) -> KVCache:
     touched = tuple(np.zeros(group.num_blocks, np.bool_) for group in plan.groups)
     layers = _allocate(plan, tuple(specs), device)
     return KVCache(_Pages(plan, tuple(specs), device, layers, touched, lines), next(lines))
+
+
+def _on_device(arrays: Iterable[NDArray[Any]], layer: LayerKV) -> tuple[Tensor, Tensor]:
+    """Two index arrays where a layer is."""
+    first, second = (torch.from_numpy(np.ascontiguousarray(each, np.int64)).to(layer.k.device) for each in arrays)  # pyright: ignore[reportUnknownMemberType]
+    return first, second
 
 
 def _allocate(plan: Plan, specs: tuple[LayerSpec, ...], device: Device) -> tuple[LayerKV, ...]:

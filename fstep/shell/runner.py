@@ -18,6 +18,7 @@ from fstep.state import (
     SchedLimits,
     SchedState,
     Schedule,
+    Tree,
 )
 
 
@@ -58,6 +59,16 @@ class Runner:
         """Ends a request, wherever it is; an id that is not in use changes nothing."""
         self.sched = ops.abort(self.sched, self.state, request_id, reason)
         self._retire()
+
+    def update_weights(self, params: Tree) -> int:
+        """Other parameters of the same model, in the form that `Env` wants; returns their version, one above.
+
+        Running requests go on with the keys and values that they have; nothing that was cached before is found again.
+        """
+        version = self.sched.weights_version + 1
+        self.env = evolve(self.env, params=params, weights_version=version)
+        self.sched = ops.reweigh(self.sched, version)
+        return version
 
     def has_unfinished(self) -> bool:
         return ops.has_work(self.sched, self.state)

@@ -17,7 +17,7 @@ from fstep.state.errors import (
 )
 from fstep.state.keys import CacheKey, Item
 from fstep.state.logs import Log
-from fstep.state.plan import BatchDescriptor, CacheConfig, KVGroup, Plan, Tail
+from fstep.state.plan import BatchDescriptor, CacheConfig, KVGroup, Plan, RowOrder, Tail
 from fstep.state.pool import BlockPool
 from fstep.state.protocols import (
     KV,
@@ -89,6 +89,7 @@ __all__ = [
     "RequestIds",
     "Resumed",
     "RowEvent",
+    "RowOrder",
     "RowPhase",
     "Rows",
     "SampleError",

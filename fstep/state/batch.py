@@ -89,3 +89,4 @@ class RowEvent(NamedTuple):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    weights_version: int = 0  #: that the tokens were drawn with

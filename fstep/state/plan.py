@@ -22,6 +22,20 @@ class Tail(enum.Enum):
 
 
 @frozen
+class RowOrder:
+    """In which order a step takes its requests: as the schedule has them, or those that decode first.
+
+    Raises `ConfigError` for a threshold below 1.
+    """
+
+    decode_threshold: int | None = None  #: most tokens of a decode, which go first then; None: as scheduled
+
+    def __attrs_post_init__(self) -> None:
+        if self.decode_threshold is not None and self.decode_threshold < 1:
+            raise ConfigError("decode_threshold", self.decode_threshold, "must be at least 1")
+
+
+@frozen
 class KVGroup:
     """Layers that share one block table."""
 
@@ -55,6 +69,7 @@ class Plan:
     eos_token_ids: tuple[int, ...] = ()
     capture: tuple[BatchDescriptor, ...] = ()  #: ascending; empty: nothing is padded
     tail: Tail = Tail.REPEAT
+    order: RowOrder = field(factory=RowOrder)
     prefix_caching: bool = True  #: whether full blocks are kept for requests that begin alike
 
 

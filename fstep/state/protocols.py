@@ -115,6 +115,10 @@ class KV(Protocol):
         """Kills this handle and returns the next one, which has seen `inputs` written."""
         ...
 
+    def copy_blocks(self, copies: tuple[I32, ...]) -> None:
+        """Copies whole blocks, `[n, 2]` from and to in each KV group; `forward` calls it before anything is written."""
+        ...
+
     def clone(self) -> KV:
         """A copy on a line of its own; both live on."""
         ...

@@ -127,6 +127,11 @@ class SchedState:
     copies: tuple[I32, ...] = ()  #: one a KV group, [n, 2]: what the next schedule asks to copy; () is none
     weights_version: int = 0  #: what is computed from now on is computed with these weights
 
+    def filled_from(self, group: int, block: int) -> int:
+        """Where what is to be in a block lies by now: in its source, if it is still to be copied."""
+        pending: list[list[int]] = self.copies[group].tolist() if self.copies else []
+        return next((source for source, copy in pending if copy == block), block)
+
     @classmethod
     def empty(cls, plan: Plan, limits: SchedLimits) -> SchedState:
         return cls(

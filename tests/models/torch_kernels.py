@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from fstep.state import (
+    I32,
     AttentionMeta,
     AttentionSpec,
     DeviceInputs,
@@ -109,6 +110,11 @@ class PlainKV:
 
     def advance(self, epoch: int, inputs: Inputs) -> PlainKV:
         return evolve(self, epoch=epoch, written=inputs)
+
+    def copy_blocks(self, copies: tuple[I32, ...]) -> None:
+        for layer in self.layers:
+            for source, copy in copies[0].tolist():
+                layer.k[copy], layer.v[copy] = layer.k[source], layer.v[source]
 
     def clone(self) -> PlainKV:
         copies = tuple(LayerKV(layer.k.clone(), layer.v.clone()) for layer in self.layers)

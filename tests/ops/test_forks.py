@@ -38,6 +38,15 @@ def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied():
     assert run.step().copies == ()
 
 
+def test_a_copy_of_a_copy_that_is_not_made_yet_comes_from_the_same_block():
+    run = running(6)
+    fork(run, "a", 1)
+    fork(run, "a#1", 1)
+    blocks = run.state.rows.blocks[0]
+    a, copy, other = (int(blocks[row_of(run, name)][1]) for name in ("a", "a#1", "a#1#2"))
+    assert run.sched.copies[0].tolist() == [[a, copy], [a, other]]
+
+
 def test_nothing_is_copied_at_the_end_of_a_block():
     run = running(8)
     fork(run, "a", 1, ["copy"])
@@ -87,7 +96,7 @@ def test_what_fork_refuses():
         (("waits", 1), r"request 'waits': request_id='waits': can't fork: no request of this name has a row"),
         (("a", 0), r"request 'a': n=0: must be at least 1"),
         (("a", 2, ["x"]), r"request 'a': request_ids=\['x'\]: must be 2 names"),
-        (("a", 2, ["x", "x"]), r"request 'x': request_id='x': is in use"),
+        (("a", 2, ["x", "x"]), r"request 'a': request_ids=\['x', 'x'\]: 'x' stands there twice"),
         (("a", 1, ["a"]), r"request 'a': request_id='a': is in use"),
         (("a", 1, ["waits"]), r"request 'waits': request_id='waits': is in use"),
     ):

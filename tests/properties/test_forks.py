@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fstep import ops
-from fstep.state import BatchState, FinishReason, RequestError, RowPhase, SamplingParams, SchedState
+from fstep.shell import SavedRequest, load_request, save_request
+from fstep.state import (
+    BatchState,
+    FinishReason,
+    KVGroup,
+    RequestError,
+    RowPhase,
+    SamplingParams,
+    SchedLimits,
+    SchedState,
+)
 from fstep.testing import HashModel, RollingModel, checked_step, reference_tokens
 from fstep.testing.strategies import scripts
 
@@ -70,6 +80,26 @@ class Tree:
         self.branches[f"before {name} {len(branch.prompt)}"] = evolve(branch, reason=FinishReason.ABORT)
         self.branches[name] = Branch(branch.prompt + branch.got + ids, branch.params, branch.sample_index, [])
 
+    def clone(self):
+        """The run goes on with a copy of its cache."""
+        self.kv = self.kv.clone()
+        self.state = ops.adopt(self.state, self.kv)
+        self.counts["clones"] += 1
+
+    def move(self, name, plan, start, path):
+        """A request goes on in another engine too, of other block sizes, by way of a file."""
+        save_request(self.state, self.sched, self.kv, name).write(path)
+        env, kv = start(self.model, plan)
+        state, sched = BatchState.empty(plan, kv.line, kv.epoch), SchedState.empty(plan, SchedLimits())
+        state, sched, kv = load_request(state, sched, kv, SavedRequest.read(path), "moved")
+        self.counts["moved_with_kv"] += bool(sched.running)
+        got = list(self.branches[name].got)
+        while ops.has_work(sched, state):
+            moment = checked_step(state, sched, env, kv, guard=False)
+            state, sched, kv = moment.after, moment.sched, moment.kv
+            got += [token for event in moment.events for token in event.token_ids]
+        assert tuple(got) == self.branches[name].expected(self.model, self.plan)[0]
+
     def step(self):
         moment = checked_step(self.state, self.sched, self.env, self.kv, guard=False)
         self.state, self.sched, self.kv = moment.after, moment.sched, moment.kv
@@ -101,13 +131,13 @@ class Turn:
 
 
 def turns(vocab_size):
-    ids = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=3)
-    verbs = st.sampled_from(("fork", "extend"))
+    ids = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=2)
+    verbs = st.sampled_from(("fork", "extend", "extend", "clone", "move"))
     return st.lists(st.builds(Turn, st.integers(0, 3), verbs, st.integers(0, 7), st.integers(1, 3), ids), max_size=6)
 
 
-def test_branches_go_their_own_ways(start, examples, tally):
-    @examples(80)
+def test_branches_go_their_own_ways(start, examples, tally, tmp_path):
+    @examples(120)
     @given(st.booleans(), st.data())
     def holds(recurrent, data):
         script = data.draw(scripts(recurrent=recurrent))
@@ -121,10 +151,16 @@ def test_branches_go_their_own_ways(start, examples, tally):
             names = [name for name, phase in zip(rows.request_ids, rows.phase, strict=True) if phase in alive]
             if turn.verb == "extend":
                 names = [name for name in rows.request_ids if name is not None]
-            if names and turn.verb == "fork":
-                tree.fork(names[turn.which % len(names)], turn.n)
-            elif names:
-                tree.extend(names[turn.which % len(names)], turn.token_ids)
+            name = names[turn.which % len(names)] if names else None
+            if turn.verb == "clone":
+                tree.clone()
+            elif name and turn.verb == "fork":
+                tree.fork(name, turn.n)
+            elif name and turn.verb == "extend":
+                tree.extend(name, turn.token_ids)
+            elif name:
+                groups = (KVGroup(11, 1 + turn.n, (0,), recurrent),)
+                tree.move(name, evolve(script.plan, groups=groups), start, tmp_path / "request")
         for _ in range(2000):
             if ops.has_work(tree.sched, tree.state):
                 tree.step()
@@ -132,4 +168,5 @@ def test_branches_go_their_own_ways(start, examples, tally):
         tally.update(tree.counts)
 
     holds()
-    assert {what for what in ("copies", "copies_of_blocks", "extensions", "preemptions") if tally[what] < 5} == set()
+    wanted = ("copies", "copies_of_blocks", "extensions", "preemptions", "clones", "moved_with_kv")
+    assert {what for what in wanted if tally[what] < 5} == set()
