@@ -45,6 +45,7 @@ from fstep.state import (
     Schedule,
     i32,
 )
+from tests.peers.group_adapters import GROUP_ADAPTERS
 
 Given = Mapping[str, Any]
 BLOCK = 16
@@ -547,6 +548,7 @@ ADAPTERS: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType(
         "top_k": top_k,
         "top_k_top_p": top_k_top_p,
         "top_p": top_p,
+        **GROUP_ADAPTERS,
     }
 )
 

@@ -51,6 +51,9 @@ ALLOWED: Mapping[tuple[str, str], Callable[[Any, Any, Any], bool]] = MappingProx
     }
 )
 
+#: Fields of `expected` that name another right answer beside the one that we give.
+ALTERNATIVES: Mapping[str, frozenset[str]] = MappingProxyType({"reorder_decode_first": frozenset({"order_min_swap"})})
+
 #: Features that aren't built, and the rules that wait for each.
 _WAITING: Mapping[str, str] = MappingProxyType(
     {
@@ -58,9 +61,6 @@ _WAITING: Mapping[str, str] = MappingProxyType(
         "KV groups of several kinds, and their planning": "kv_groups kv_unify_page_size kv_page_plan skipped_blocks "
         "sliding_window_hit chunked_local_hit hybrid_hit attention_visibility chunked_local_virtual_batches",
         "common prefixes of block tables": "common_prefix_blocks",
-        "attention states and a decode-first order": "attention_state reorder_decode_first split_decodes_prefills "
-        "split_decodes_extends_prefills token_reorder_decode_first query_start_loc_slice expand_to_tokens",
-        "micro-batches": "ubatch_slices ubatch_last_empty",
         "context parallelism": "dcp_local_seq_lens pcp_head_tail_split",
         "multimodal inputs": "mrope_positions image_chunk_clip encoder_cache_trace",
         "LoRA": "lora_mapping",
