@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from fstep.state import (
@@ -84,6 +84,8 @@ class PoolView:
     num_blocks: int  #: with the null block 0
     free: I32
     held: Mapping[str, I32]  #: by request
+    cached: I32 = field(factory=lambda: i32(()))  #: held by nobody, not in `free`, and kept for their content
+    ref_counts: I32 | None = None  #: [num_blocks], how many requests hold each; None: blocks are not shared
 
 
 def arrays_of(state: BatchState) -> BatchArrays:
@@ -189,17 +191,27 @@ def check_logits_indices(batch: BatchArrays) -> None:
 
 
 def check_conservation(pool: PoolView) -> None:
-    """I18, I17: each block but the null block is free or held by one request, once."""
-    owner: dict[int, str] = {0: "the null block"}
-    for name, blocks in (*((f"request {name!r}", blocks) for name, blocks in pool.held.items()), ("free", pool.free)):
+    """I18, I17: each block but the null block is free, cached or held, once.
+
+    It is held by one request, or, if there are reference counts, by as many as its count says.
+    """
+    holders = {f"request {name!r}": blocks for name, blocks in pool.held.items()}
+    places: dict[int, list[str]] = {0: ["the null block"]}
+    for name, blocks in (*holders.items(), ("cached", pool.cached), ("free", pool.free)):
         for block in blocks.tolist():
-            if block in owner:
-                raise CheckError("I18", name, f"block {block}", "in one place", f"also in: {owner[block]}")
-            owner[block] = name
-    lost = sorted(set(range(pool.num_blocks)) - owner.keys())
-    strange = sorted(owner.keys() - set(range(pool.num_blocks)))
+            places.setdefault(block, []).append(name)
+    for block, names in sorted(places.items()):
+        shared = pool.ref_counts is not None and holders.keys() >= set(names) and len(set(names)) == len(names)
+        if len(names) > 1 and not shared:
+            raise CheckError("I18", names[1], f"block {block}", "in one place", f"also in: {names[0]}")
+    lost = sorted(set(range(pool.num_blocks)) - places.keys())
+    strange = sorted(places.keys() - set(range(pool.num_blocks)))
     if lost or strange:
         raise CheckError("I18", "pool", "blocks", f"0 to {pool.num_blocks - 1}", f"lost {lost}, unknown {strange}")
+    for block, count in enumerate(() if pool.ref_counts is None else pool.ref_counts.tolist()):
+        held = sum(name in holders for name in places[block])
+        if block and count != held:
+            raise CheckError("I18", "pool", f"reference count of block {block}", held, count)
 
 
 def check_state(sched: SchedState, state: BatchState) -> None:
