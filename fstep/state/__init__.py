@@ -16,10 +16,20 @@ from fstep.state.errors import (
     StaleStateError,
 )
 from fstep.state.keys import CacheKey, Item
+from fstep.state.kv_kinds import (
+    ChunkedLocal,
+    CrossAttention,
+    EncoderOnly,
+    FullAttention,
+    KVKind,
+    SlidingWindow,
+    StateSpace,
+)
 from fstep.state.logs import Log
 from fstep.state.plan import BatchDescriptor, CacheConfig, KVGroup, Plan, RowOrder, Tail
 from fstep.state.pool import BlockPool
 from fstep.state.protocols import (
+    DTYPE_BYTES,
     KV,
     AttentionSpec,
     Device,
@@ -40,6 +50,7 @@ from fstep.state.schedule import Finished, NewRequest, Resumed, SchedLimits, Sch
 from fstep.state.step import AttentionMeta, Inputs, Meta, Output, Padding, Sampled, SampleError, Step
 
 __all__ = [
+    "DTYPE_BYTES",
     "F32",
     "I8",
     "I32",
@@ -56,23 +67,28 @@ __all__ = [
     "CacheConfig",
     "CacheKey",
     "CheckpointError",
+    "ChunkedLocal",
     "ConfigError",
+    "CrossAttention",
     "Device",
     "DeviceError",
     "DeviceInputs",
     "DeviceMeta",
     "DonatedError",
+    "EncoderOnly",
     "Env",
     "FieldError",
     "FinishReason",
     "Finished",
     "FstepError",
+    "FullAttention",
     "Future",
     "Hidden",
     "Inputs",
     "Intp",
     "Item",
     "KVGroup",
+    "KVKind",
     "Kernels",
     "LayerKV",
     "LayerSpec",
@@ -100,7 +116,9 @@ __all__ = [
     "SchedState",
     "Schedule",
     "ScheduleError",
+    "SlidingWindow",
     "StaleStateError",
+    "StateSpace",
     "Step",
     "Tail",
     "Tree",

@@ -7,6 +7,7 @@ import enum
 from attrs import field, frozen
 
 from fstep.state.errors import ConfigError
+from fstep.state.kv_kinds import FullAttention, KVKind
 
 
 def about(text: str) -> dict[str, str]:
@@ -45,9 +46,10 @@ class KVGroup:
     recurrent: bool = (
         False  #: cells are made of earlier ones, so a forward can't read what another request writes in it
     )
+    kind: KVKind = field(factory=FullAttention)  #: what of its tokens a request still needs
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one request."""
+        """Blocks that hold `num_tokens` tokens of one request, whether it still needs them or not."""
         return -(-num_tokens // self.block_size)
 
 

@@ -7,7 +7,8 @@ table. Tensors are on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from attrs import field, frozen
 
@@ -24,6 +25,10 @@ _T_co = TypeVar("_T_co", covariant=True)
 Tree: TypeAlias = Mapping[str, Any]  #: nested mappings and tuples of tensors
 
 
+#: Bytes of a number in a KV cache; "fp8" is any torch dtype of eight bits.
+DTYPE_BYTES: Final = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1})
+
+
 @frozen
 class LayerSpec:
     """The KV that one layer keeps for a token: K and V, `[num_kv_heads, head_dim]` each."""
@@ -34,7 +39,7 @@ class LayerSpec:
     dtype: str = "float32"  #: a torch dtype by name
 
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
 @frozen

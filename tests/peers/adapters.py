@@ -45,15 +45,11 @@ from fstep.state import (
     Schedule,
     i32,
 )
-from tests.peers.group_adapters import GROUP_ADAPTERS
+from tests.peers.group_adapters import GROUP_ADAPTERS, NotBuiltError
 
 Given = Mapping[str, Any]
 BLOCK = 16
 LONG = 1 << 20  # a model length that is never reached
-
-
-class NotBuiltError(Exception):
-    """The vector asks for something that has no code here yet; the message names it."""
 
 
 # Batches by hand ----------------------------------------------------------------------------------------------------
