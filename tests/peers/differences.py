@@ -58,8 +58,6 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = MappingProxyType({"reorder_decode_f
 _WAITING: Mapping[str, str] = MappingProxyType(
     {
         "a prefix cache by tokens instead of whole blocks": "radix_match",
-        "attention that sees less than all before": "attention_visibility chunked_local_virtual_batches",
-        "context parallelism": "dcp_local_seq_lens pcp_head_tail_split",
         "multimodal inputs": "mrope_positions image_chunk_clip encoder_cache_trace",
         "LoRA": "lora_mapping",
         "overlap": "seq_lens_correction",

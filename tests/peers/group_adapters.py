@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from fstep.ops import groups, order
-from fstep.state import ChunkedLocal, FullAttention, KVKind, SlidingWindow
+from fstep.ops import context_parallel, groups, order, visibility
+from fstep.state import ChunkedLocal, EncoderOnly, FullAttention, KVKind, SlidingWindow
 
 Given = Mapping[str, Any]
 
@@ -164,9 +164,46 @@ def common_prefix_blocks(given: Given) -> dict[str, Any]:
     return {"num_common_prefix_blocks": groups.common_prefix_blocks(given["block_tables"])}
 
 
+# What a query sees, and context parallelism -------------------------------------------------------------------------
+
+
+def attention_visibility(given: Given) -> dict[str, Any]:
+    """One range a query here; a peer's list of ranges has one each."""
+    kind = {"causal": "full", "prefix_image": "full"}.get(given["kind"], given["kind"])
+    seen = EncoderOnly() if kind == "bidirectional" else kind_of({**given, "kind": kind})
+    images = [tuple(each) for each in given.get("image_ranges", ())]
+    made = visibility.visible_keys(seen, given["query_positions"], given["seq_len"], images)
+    return {"visible": [[each] for each in made.tolist()]}
+
+
+def chunked_local_virtual_batches(given: Given) -> dict[str, Any]:
+    sizes = given["attention_chunk_size"], given["block_size"]
+    table = np.array(given["block_table"], np.int32)
+    made = visibility.chunked_local_batch(given["query_lens"], given["seq_lens"], *sizes, table)
+    return {name: getattr(made, name).tolist() for name in ("query_lens", "seq_lens", "block_table")}
+
+
+def dcp_local_seq_lens(given: Given) -> dict[str, Any]:
+    sizes = given["dcp_size"], given["interleave"]
+    return {"local_seq_lens": context_parallel.local_seq_lens(given["seq_lens"], *sizes).tolist()}
+
+
+def pcp_head_tail_split(given: Given) -> dict[str, Any]:
+    ranks = context_parallel.head_tail_split(given["num_tokens"], given["pcp_size"])
+    return {"ranks": [{"head": _range(head), "tail": _range(tail)} for head, tail in ranks]}
+
+
+def _range(part: tuple[int, int] | None) -> list[int] | None:
+    return None if part is None else list(part)
+
+
 GROUP_ADAPTERS: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType(
     {
         "attention_state": attention_state,
+        "pcp_head_tail_split": pcp_head_tail_split,
+        "dcp_local_seq_lens": dcp_local_seq_lens,
+        "chunked_local_virtual_batches": chunked_local_virtual_batches,
+        "attention_visibility": attention_visibility,
         "common_prefix_blocks": common_prefix_blocks,
         "hybrid_hit": hybrid_hit,
         "chunked_local_hit": chunked_local_hit,
