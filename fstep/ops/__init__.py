@@ -4,7 +4,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fstep.ops._build_meta import build_meta
+from fstep.ops._build_meta import build_meta, unpadded
 from fstep.ops._commit import commit
 from fstep.ops._pad import pad
 from fstep.ops._prepare import prepare
@@ -60,4 +60,5 @@ __all__ = [
     "sample",
     "schedule",
     "step",
+    "unpadded",
 ]

@@ -34,7 +34,7 @@ def _padding(inputs: Inputs, plan: Plan) -> Padding:
         descriptor=to,
         num_tokens=num_tokens,
         num_reqs=num_reqs,
-        query_start_loc=_tail(inputs.query_start_loc, more_reqs, to.num_tokens, plan.tail),
+        query_start_loc=tail_of(inputs.query_start_loc, more_reqs, to.num_tokens, plan.tail),
         seq_lens=_filled(inputs.seq_lens, more_reqs, 0),
         token_ids=_filled(inputs.token_ids, more_tokens, 0),
         positions=_filled(inputs.positions, more_tokens, 0),
@@ -46,8 +46,8 @@ def _filled(array: I32, more: int, value: int) -> I32:
     return frozen_array(np.append(array, np.full(more, value, np.int32))) if more else array
 
 
-def _tail(query_start_loc: I32, more: int, num_tokens: int, tail: Tail) -> I32:
-    """`query_start_loc` for `more` padded requests."""
+def tail_of(query_start_loc: I32, more: int, num_tokens: int, tail: Tail) -> I32:
+    """`query_start_loc` `[B + 1]` with its tail for `more` padded requests, in a batch padded to `num_tokens`."""
     end = query_start_loc[-1]
     if tail is Tail.REPEAT or more == 0:
         return _filled(query_start_loc, more, int(end))

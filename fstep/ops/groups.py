@@ -186,8 +186,12 @@ def common_prefix_blocks(block_tables: Iterable[ArrayLike]) -> int:
     shortest = min((len(table) for table in tables), default=0)
     if shortest == 0:
         return 0
-    stacked = np.stack([table[:shortest] for table in tables])
-    return int(np.append((stacked == stacked[0]).all(axis=0), False).argmin())
+    return shared_columns(np.stack([table[:shortest] for table in tables]))
+
+
+def shared_columns(block_table: NDArray[Any]) -> int:
+    """How many leading columns of a table `[B, W]`, B at least 1, hold one value each."""
+    return int(np.append((block_table == block_table[0]).all(axis=0), False).argmin())
 
 
 def kernel_block_size(block_size: int, supported: Iterable[int]) -> int:

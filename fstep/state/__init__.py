@@ -26,7 +26,7 @@ from fstep.state.kv_kinds import (
     StateSpace,
 )
 from fstep.state.logs import Log
-from fstep.state.plan import BatchDescriptor, CacheConfig, KVGroup, Plan, RowOrder, Tail
+from fstep.state.plan import AttentionGroup, BatchDescriptor, CacheConfig, KVGroup, Plan, RowOrder, Tail
 from fstep.state.pool import BlockPool
 from fstep.state.protocols import (
     DTYPE_BYTES,
@@ -58,6 +58,7 @@ __all__ = [
     "KV",
     "U32",
     "U64",
+    "AttentionGroup",
     "AttentionMeta",
     "AttentionSpec",
     "BatchDescriptor",

@@ -37,8 +37,27 @@ class RowOrder:
 
 
 @frozen
+class AttentionGroup:
+    """Layers of a KV group that one attention backend serves with one metadata.
+
+    Raises `ConfigError` for a kernel's block below 1 token.
+    """
+
+    layers: tuple[int, ...] = ()
+    kernel_block_size: int | None = None  #: tokens of a block of its table, a divisor of the KV group's; None: as there
+    tail: Tail | None = None  #: where it isn't the plan's
+
+    def __attrs_post_init__(self) -> None:
+        if self.kernel_block_size is not None and self.kernel_block_size < 1:
+            raise ConfigError("kernel_block_size", self.kernel_block_size, "must be at least 1")
+
+
+@frozen
 class KVGroup:
-    """Layers that share one block table."""
+    """Layers that share one block table.
+
+    Raises `ConfigError` for an attention group whose kernel block doesn't divide its own.
+    """
 
     num_blocks: int  #: with the null block 0, which is never allocated
     block_size: int  #: tokens
@@ -47,6 +66,13 @@ class KVGroup:
         False  #: cells are made of earlier ones, so a forward can't read what another request writes in it
     )
     kind: KVKind = field(factory=FullAttention)  #: what of its tokens a request still needs
+    attention: tuple[AttentionGroup, ...] = ()  #: empty: one, of all its layers
+
+    def __attrs_post_init__(self) -> None:
+        for each in self.attention:
+            if each.kernel_block_size and self.block_size % each.kernel_block_size:
+                limit = f"must divide the {self.block_size} tokens of the group's blocks"
+                raise ConfigError("kernel_block_size", each.kernel_block_size, limit)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one request, whether it still needs them or not."""

@@ -65,13 +65,17 @@ class AttentionMeta:
     num_tokens: int  #: T
     max_query_len: int
     max_seq_len: int
+    common_prefix_len: int = (
+        0  #: tokens in whole blocks that all requests share and have computed: for cascade attention
+    )
 
 
 @frozen
 class Meta:
-    """One `AttentionMeta` a KV group."""
+    """One `AttentionMeta` a KV group, and one for each of its attention groups: the same one unless they differ."""
 
     groups: tuple[AttentionMeta, ...]
+    attention: tuple[tuple[AttentionMeta, ...], ...] = ()
 
 
 @frozen(eq=False)

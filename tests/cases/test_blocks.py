@@ -2,11 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from attrs import evolve
 
 from fstep import ops
-from fstep.ops import prefix
+from fstep.ops import groups, prefix
 from fstep.state import BatchDescriptor, BlockPool, CacheKey, NewRequest, i32
 from fstep.testing import RollingModel
 from tests.cases.conftest import Small
@@ -102,6 +103,27 @@ def test_c035_each_request_has_its_own_pages():
     assert inputs.slot_mapping[0].tolist() == expected
     batch.commit([50, 51, 52])
     assert batch.prepare(dict.fromkeys(lengths, 1), {"b": [8]}).slot_mapping[0].tolist() == [9, 32, 13]
+
+
+def test_c036_a_kernels_shorter_blocks_are_where_the_managers_are():
+    table = np.array([[3, 0]], np.int32)
+    assert groups.kernel_block_size(8, [2, 16]) == 2
+    (short,) = groups.kernel_blocks(table, 8, 2).tolist()
+    assert short == [12, 13, 14, 15, 0, 1, 2, 3]
+    slots = [short[token // 2] * 2 + token % 2 for token in range(11)]
+    assert slots == [int(table[0, token // 8]) * 8 + token % 8 for token in range(11)]
+    assert (slots[5], slots[8], slots[10]) == (29, 0, 2)
+
+
+@pytest.mark.parametrize("block_size", [256, 512, 1024])
+def test_c039_pages_of_attention_and_state_are_equal(block_size):
+    """A shorter block is made longer, a longer one pads the state's page: no page runs into the next."""
+    state, attention = groups.Page(1, 8 * 64 * 64 * 4), groups.Page(block_size, block_size * 1 * 128 * 2)
+    made = groups.unify_pages([state, attention])
+    largest = max(state.size_bytes, attention.size_bytes)
+    assert [page.size_bytes for page in made] == [largest, largest]
+    assert made[1].block_size * 256 <= largest
+    assert made[1].block_size == max(block_size, 512)
 
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [1, 2, 3, 4, 7, 8], "c": [1, 2, 9, 9]}

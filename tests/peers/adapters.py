@@ -20,8 +20,9 @@ from tokenizers import decoders, models
 
 from fstep import ops
 from fstep.models.tokenizer import Tokenizer
-from fstep.ops import _sample, prefix
+from fstep.ops import _sample, context_parallel, prefix
 from fstep.ops._pad import descriptor_for
+from fstep.ops.context_parallel import ContextRank
 from fstep.shell import CpuDevice
 from fstep.shell.detokenizer import Detokenizer, StopMatcher
 from fstep.state import (
@@ -45,15 +46,11 @@ from fstep.state import (
     Schedule,
     i32,
 )
-from tests.peers.group_adapters import GROUP_ADAPTERS
+from tests.peers.group_adapters import GROUP_ADAPTERS, NotBuiltError
 
 Given = Mapping[str, Any]
 BLOCK = 16
 LONG = 1 << 20  # a model length that is never reached
-
-
-class NotBuiltError(Exception):
-    """The vector asks for something that has no code here yet; the message names it."""
 
 
 # Batches by hand ----------------------------------------------------------------------------------------------------
@@ -125,19 +122,27 @@ def step_inputs(given: Given) -> dict[str, Any]:
 
 
 def slot_mapping(given: Given) -> dict[str, Any]:
+    """By the function, and without other ranks by `prepare` and `pad` as well: both must give the same."""
+    context = ContextRank(given["cp_rank"], given["cp_size"], given["cp_interleave"])
+    names = ("block_table", "rows", "query_start_loc", "positions", "block_size", "num_tokens_padded")
+    slots = context_parallel.slot_mapping(*(given[name] for name in names), context=context).tolist()
+    if given["cp_size"] == 1:
+        assert slots == _prepared_slots(given)
+    return {"slot_mapping": slots}
+
+
+def _prepared_slots(given: Given) -> list[int]:
     """Tokens of a row need not be neighbours, nor start at 0, so each is asked for in a batch of its own.
 
     A vector's blocks may be 0, which we never hand out: all of its blocks are named one higher, and its slots lie one
     block lower.
     """
-    if given["cp_size"] > 1:
-        raise NotBuiltError("slots under context parallelism")
     size, starts, positions = given["block_size"], given["query_start_loc"], given["positions"]
     slots = [-1] * given["num_tokens_padded"]
     for row, start, end in zip(given["rows"], starts, starts[1:], strict=False):
         for token in range(start, end) if row >= 0 else ():
             slots[token] = _slot(given["block_table"][row], positions[token], size) - size
-    return {"slot_mapping": slots}
+    return slots
 
 
 def _slot(table: Sequence[int], position: int, size: int) -> int:

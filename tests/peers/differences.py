@@ -58,10 +58,6 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = MappingProxyType({"reorder_decode_f
 _WAITING: Mapping[str, str] = MappingProxyType(
     {
         "a prefix cache by tokens instead of whole blocks": "radix_match",
-        "KV groups of several kinds, and their planning": "kv_groups kv_unify_page_size kv_page_plan skipped_blocks "
-        "sliding_window_hit chunked_local_hit hybrid_hit attention_visibility chunked_local_virtual_batches",
-        "common prefixes of block tables": "common_prefix_blocks",
-        "context parallelism": "dcp_local_seq_lens pcp_head_tail_split",
         "multimodal inputs": "mrope_positions image_chunk_clip encoder_cache_trace",
         "LoRA": "lora_mapping",
         "overlap": "seq_lens_correction",

@@ -9,9 +9,14 @@ from typing import Any
 import attrs
 import numpy as np
 
-from fstep.ops import order
+from fstep.ops import context_parallel, groups, order, visibility
+from fstep.state import ChunkedLocal, EncoderOnly, FullAttention, KVKind, SlidingWindow
 
 Given = Mapping[str, Any]
+
+
+class NotBuiltError(Exception):
+    """The vector asks for something that has no code here yet; the message names it."""
 
 
 # The order of a batch -----------------------------------------------------------------------------------------------
@@ -75,9 +80,138 @@ def attention_state(given: Given) -> dict[str, Any]:
     return {"state": order.attention_state(**given).value}
 
 
+# KV groups ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(given: Given) -> KVKind:
+    match given["kind"]:
+        case "full":
+            return FullAttention()
+        case "sliding_window":
+            return SlidingWindow(given["sliding_window"])
+        case "chunked_local":
+            return ChunkedLocal(given["attention_chunk_size"])
+    raise NotBuiltError(f"KV of the kind {given['kind']}")
+
+
+def kv_groups(given: Given) -> dict[str, Any]:
+    """A kind is written "full", or "sw8" for a window of 8."""
+    kinds = {name: _kind_named(name) for name in given["layers"]}
+    names = {kind: name for name, kind in kinds.items()}
+    made = groups.group_layers([kinds[name] for name in given["layers"]])
+    return {"groups": [list(layers) for _, layers in made], "kinds": [names[kind] for kind, _ in made]}
+
+
+def _kind_named(name: str) -> KVKind:
+    if name == "full":
+        return FullAttention()
+    if name.startswith("sw"):
+        return SlidingWindow(int(name[2:]))
+    raise NotBuiltError(f"layers of the kind {name}")
+
+
+def _page_bytes(given: Given) -> int:
+    return groups.page_size_bytes(given["block_size"], given["num_kv_heads"], given["head_size"], given["dtype"])
+
+
+def kv_unify_page_size(given: Given) -> dict[str, Any]:
+    pages = [groups.Page(layer["block_size"], _page_bytes(layer)) for layer in given["layers"]]
+    made = groups.unify_pages(pages)
+    sizes = [page.size_bytes for page in made]
+    return {"block_sizes": [page.block_size for page in made], "page_size_bytes": sizes}
+
+
+def kv_page_plan(given: Given) -> dict[str, Any]:
+    """What is asked for depends on what is given."""
+    page = _page_bytes(given)
+    made = {"page_size_bytes": page}
+    if "max_model_len" in given:
+        limits = given["block_size"], given["max_model_len"], given.get("max_num_batched_tokens", 0)
+        made["max_blocks_per_request"] = groups.max_blocks_per_request(kind_of(given), *limits)
+    if "available_bytes" in given:
+        made["num_blocks"] = groups.num_blocks_in(given["available_bytes"], page, given["num_layers"])
+    return made
+
+
+def skipped_blocks(given: Given) -> dict[str, Any]:
+    kind, computed = kind_of(given), given["num_computed_tokens"]
+    return {
+        "num_skipped_tokens": groups.skipped_tokens(kind, computed).tolist(),
+        "num_freed_blocks": groups.skipped_blocks(kind, given["block_size"], computed).tolist(),
+    }
+
+
+def _hit(kind: KVKind, given: Given) -> dict[str, Any]:
+    hit = groups.longest_hit(kind, given["block_size"], given["cached"])
+    return {"hit_blocks": hit, "used_blocks": list(groups.used_blocks(kind, given["block_size"], hit))}
+
+
+def sliding_window_hit(given: Given) -> dict[str, Any]:
+    return _hit(SlidingWindow(given["sliding_window"]), given)
+
+
+def chunked_local_hit(given: Given) -> dict[str, Any]:
+    return _hit(ChunkedLocal(given["attention_chunk_size"]), given)
+
+
+def hybrid_hit(given: Given) -> dict[str, Any]:
+    kinds = [(kind_of(group), group.get("block_size", given["block_size"])) for group in given["groups"]]
+    tokens, drop = given["num_prompt_tokens"], given["drop_last_block"]
+    return {"hit_tokens": groups.hybrid_hit(kinds, given["cached"], tokens, drop)}
+
+
+def common_prefix_blocks(given: Given) -> dict[str, Any]:
+    return {"num_common_prefix_blocks": groups.common_prefix_blocks(given["block_tables"])}
+
+
+# What a query sees, and context parallelism -------------------------------------------------------------------------
+
+
+def attention_visibility(given: Given) -> dict[str, Any]:
+    """One range a query here; a peer's list of ranges has one each."""
+    kind = {"causal": "full", "prefix_image": "full"}.get(given["kind"], given["kind"])
+    seen = EncoderOnly() if kind == "bidirectional" else kind_of({**given, "kind": kind})
+    images = [tuple(each) for each in given.get("image_ranges", ())]
+    made = visibility.visible_keys(seen, given["query_positions"], given["seq_len"], images)
+    return {"visible": [[each] for each in made.tolist()]}
+
+
+def chunked_local_virtual_batches(given: Given) -> dict[str, Any]:
+    sizes = given["attention_chunk_size"], given["block_size"]
+    table = np.array(given["block_table"], np.int32)
+    made = visibility.chunked_local_batch(given["query_lens"], given["seq_lens"], *sizes, table)
+    return {name: getattr(made, name).tolist() for name in ("query_lens", "seq_lens", "block_table")}
+
+
+def dcp_local_seq_lens(given: Given) -> dict[str, Any]:
+    sizes = given["dcp_size"], given["interleave"]
+    return {"local_seq_lens": context_parallel.local_seq_lens(given["seq_lens"], *sizes).tolist()}
+
+
+def pcp_head_tail_split(given: Given) -> dict[str, Any]:
+    ranks = context_parallel.head_tail_split(given["num_tokens"], given["pcp_size"])
+    return {"ranks": [{"head": _range(head), "tail": _range(tail)} for head, tail in ranks]}
+
+
+def _range(part: tuple[int, int] | None) -> list[int] | None:
+    return None if part is None else list(part)
+
+
 GROUP_ADAPTERS: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType(
     {
         "attention_state": attention_state,
+        "pcp_head_tail_split": pcp_head_tail_split,
+        "dcp_local_seq_lens": dcp_local_seq_lens,
+        "chunked_local_virtual_batches": chunked_local_virtual_batches,
+        "attention_visibility": attention_visibility,
+        "common_prefix_blocks": common_prefix_blocks,
+        "hybrid_hit": hybrid_hit,
+        "chunked_local_hit": chunked_local_hit,
+        "sliding_window_hit": sliding_window_hit,
+        "skipped_blocks": skipped_blocks,
+        "kv_page_plan": kv_page_plan,
+        "kv_unify_page_size": kv_unify_page_size,
+        "kv_groups": kv_groups,
         "expand_to_tokens": expand_to_tokens,
         "query_start_loc_slice": query_start_loc_slice,
         "reorder_decode_first": reorder_decode_first,

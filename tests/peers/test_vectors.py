@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import fstep
-from tests.peers.adapters import ADAPTERS, NotBuiltError, same
+from tests.peers.adapters import ADAPTERS, same
 from tests.peers.differences import ALLOWED, ALTERNATIVES, DIFFERENCES, WAITING
+from tests.peers.group_adapters import NotBuiltError
 
 OWN = Path(__file__).with_name("vectors")
 DOCUMENT = Path(fstep.__file__).parents[1] / "docs" / "differences.md"
