@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import enum
 import io
 import json
 import os
@@ -143,6 +144,8 @@ def _kind(hint: Any, default: Any) -> dict[str, Any]:
     """How an option reads a field of that type."""
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction if default else "store_true"}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return {"choices": [each.value for each in hint]}
     if hint is float:
         return {"type": float, "metavar": "X"}
     if hint == tuple[str, ...]:

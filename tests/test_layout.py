@@ -125,7 +125,7 @@ def import_seconds(module: str) -> tuple[float, bool]:
     return float(seconds), torch == "True"
 
 
-@pytest.mark.parametrize("module", ["fstep", "fstep.state", "fstep.ops", "fstep.testing", "fstep.cli"])
+@pytest.mark.parametrize("module", ["fstep", "fstep.state", "fstep.ops", "fstep.interop", "fstep.testing", "fstep.cli"])
 def test_imports_fast_and_without_torch(module):
     """In seconds of the processor, the best of up to five: the machine may be busy with something else."""
     for _ in range(5):

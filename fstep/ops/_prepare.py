@@ -170,6 +170,7 @@ def _admit(rows: Rows, new: tuple[NewRequest, ...], plan: Plan) -> Rows:
         cache_keys=_replaced(rows.cache_keys, at, [request.cache_key for request in new]),
         family=put(rows.family, at, family_of(at, generation)),
         num_samples=put(rows.num_samples, at, [request.sample_index + 1 for request in new]),
+        priority=put(rows.priority, at, [request.priority for request in new]),
     )
 
 
@@ -206,6 +207,7 @@ def with_free_rows(rows: Rows, count: int) -> Rows:
         cache_keys=rows.cache_keys + (CacheKey(),) * (size - len(rows)),
         family=frozen_array(grown(rows.family, size)),
         num_samples=frozen_array(grown(rows.num_samples, size)),
+        priority=frozen_array(grown(rows.priority, size)),
         weights=rows.weights.grown(size),
     )
 

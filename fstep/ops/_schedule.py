@@ -1,8 +1,9 @@
-"""Who runs in a step: first come, first served, under a token budget, with chunked prefill and preemption.
+"""Who runs in a step, under a token budget, with chunked prefill and preemption.
 
-Running requests go first, in order of admission; then the preempted ones, then those that wait. A prompt is cut to
-what the budget leaves. When the free blocks don't suffice, the request admitted last gives all of its own back and
-starts again later, its output prefilled with its prompt; nobody is admitted in such a step. A request that comes in
+First come, first served: running requests go first, in order of admission; then the preempted ones, then those that
+wait. Other policies put another order in its place. A prompt is cut to what the budget leaves. When the free blocks
+don't suffice, the last request in that order gives all of its own back and starts again later, its output prefilled
+with its prompt; nobody is admitted in such a step. A request that comes in
 shares the cached blocks of its longest known prefix; a block is known as soon as the step that fills it is scheduled,
 since attention writes before it reads. (vLLM's rules.)
 
@@ -22,6 +23,7 @@ from fstep.state import (
     I32,
     BatchState,
     BlockPool,
+    Bool,
     Finished,
     FinishReason,
     Intp,
@@ -33,6 +35,7 @@ from fstep.state import (
     Rows,
     SchedState,
     Schedule,
+    SchedulingPolicy,
     frozen_array,
     i32,
 )
@@ -67,6 +70,7 @@ class _Admission:
     """What a request that comes in gets."""
 
     num_computed_tokens: int
+    left: int  #: tokens that aren't computed yet
     count: int
     blocks: tuple[I32, ...]  #: one a KV group, those of the hit first
 
@@ -83,35 +87,61 @@ def schedule(sched: SchedState, state: BatchState) -> tuple[Schedule, SchedState
     pools = _retire(tuple(pool.settled() for pool in sched.pools), rows, finished)
     running, preempted = _without(sched.running, gone), _without(sched.preempted, gone)
 
-    kept, wanted, pools = _stay(sched, state, running, pools)
-    victims, running = running[kept:], running[:kept]
-    grants, pools = _continue(state, running, wanted, pools, sched.weights_version)
+    ordered = _in_order(sched.limits.scheduling_policy, rows, running)
+    kept, counts, pools = _stay(sched, state, ordered, pools)
+    victims, served = ordered[kept:], ordered[:kept]
+    served, grants, pools = _continue(state, served, counts, pools, sched.weights_version)
+    candidates = _candidates(sched, rows, preempted)
     admitted: tuple[_Admission, ...] = ()
     if not victims:
-        admitted, pools = _admit(sched, state, preempted, len(running), grants, pools)
-    resumed = tuple(map(Resumed, preempted, (each.num_computed_tokens for each in admitted)))
-    entering = admitted[len(resumed) :]
-    new = tuple(_with_hit(*pair) for pair in zip(sched.waiting, entering, strict=False))
-    names = tuple(each.request_id for each in (*resumed, *new))
+        admitted, pools = _admit(sched, state, candidates, served, len(running), grants, pools)
+    pairs = tuple(zip(candidates, admitted, strict=False))
+    resumed = tuple(Resumed(name, each.num_computed_tokens) for name, each in pairs if isinstance(name, str))
+    new = tuple(_with_hit(request, each) for request, each in pairs if isinstance(request, NewRequest))
+    names = tuple(each if isinstance(each, str) else each.request_id for each, _ in pairs)
     grants = grants + _as_grants(admitted, state)
     made = Schedule(
         finished=finished,
         preempted=victims,
         resumed=resumed,
         new=new,
-        request_ids=running[: len(grants.counts) - len(names)] + names,
+        request_ids=served + names,
         num_scheduled_tokens=frozen_array(grants.counts),
         new_blocks=grants.blocks,
         copies=sched.copies,
     )
+    entered = frozenset(names)
     return made, SchedState(
         limits=sched.limits,
         pools=pools,
-        waiting=sched.waiting[len(new) :],
-        running=running + names,
-        preempted=victims + preempted[len(resumed) :],
+        waiting=tuple(each for each in sched.waiting if each.request_id not in entered) if new else sched.waiting,
+        running=_without(running, frozenset(victims)) + names,
+        preempted=victims + _without(preempted, entered),
         weights_version=sched.weights_version,
     )
+
+
+# Who goes first ------------------------------------------------------------------------------------------------------
+
+
+def _in_order(policy: SchedulingPolicy, rows: Rows, running: tuple[str, ...]) -> tuple[str, ...]:
+    """The running requests as they are served; when blocks run out, the last of them gives way."""
+    if policy is SchedulingPolicy.FCFS:
+        return running
+    at = rows.request_ids.rows(running)
+    prefills = rows.num_tokens[at] - rows.num_computed_tokens[at] > 1
+    key = rows.priority[at] if policy is SchedulingPolicy.PRIORITY else prefills
+    order: list[int] = np.argsort(key, kind="stable").tolist()
+    return tuple(running[index] for index in order)
+
+
+def _candidates(sched: SchedState, rows: Rows, preempted: tuple[str, ...]) -> tuple[str | NewRequest, ...]:
+    """Who may come in, the first first: preempted requests and those that wait."""
+    candidates = (*preempted, *sched.waiting)
+    if sched.limits.scheduling_policy is not SchedulingPolicy.PRIORITY or len(candidates) < 2:
+        return candidates
+    ranks = [*rows.priority[rows.request_ids.rows(preempted)], *(each.priority for each in sched.waiting)]
+    return tuple(candidates[index] for index in sorted(range(len(ranks)), key=ranks.__getitem__))
 
 
 # Those that leave ----------------------------------------------------------------------------------------------------
@@ -159,8 +189,7 @@ def _stay(sched: SchedState, state: BatchState, running: tuple[str, ...], pools:
     Who gets no token for want of budget stays too.
     """
     rows, at = state.rows, state.rows.request_ids.rows(running)
-    computed = rows.num_computed_tokens[at]
-    wanted = _chunk(rows.num_tokens[at] - computed, sched)
+    wanted = _wanted(rows.num_tokens[at] - rows.num_computed_tokens[at], sched)
     before = np.cumsum(wanted) - wanted
     counts = np.clip(sched.limits.max_num_batched_tokens - before, 0, wanted).astype(np.int32)
     needed = [np.cumsum(each) for each in _missing(state, at, counts)]
@@ -178,24 +207,45 @@ def _missing(state: BatchState, at: Intp, counts: I32) -> tuple[I32, ...]:
     return tuple(np.maximum(-(-seq_lens // group.block_size) - blocks.length[at], 0) for group, blocks in pairs)
 
 
-def _chunk(lengths: I32, sched: SchedState) -> I32:
+def _wanted(left: I32, sched: SchedState) -> I32:
+    """What running requests with so many tokens left ask for, in the order in which they are served."""
+    wanted = _chunk(left, sched)
+    if sched.limits.max_long_partial_prefills:
+        long = _long(left, sched)
+        wanted = np.where(long & (np.cumsum(long) > sched.limits.max_long_partial_prefills), 0, wanted)
+    return wanted
+
+
+def _num_long(sched: SchedState, rows: Rows, served: tuple[str, ...]) -> int:
+    at = rows.request_ids.rows(served)
+    return int(np.count_nonzero(_long(rows.num_tokens[at] - rows.num_computed_tokens[at], sched)))
+
+
+def _long(left: I32, sched: SchedState) -> Bool:
+    return np.greater(left, sched.limits.long_prefill_token_threshold or sched.limits.max_num_batched_tokens)
+
+
+def _chunk(left: I32, sched: SchedState) -> I32:
     most = sched.limits.long_prefill_token_threshold
-    return np.minimum(lengths, most) if most else lengths
+    return np.minimum(left, most) if most else left
 
 
 def _continue(
-    state: BatchState, running: tuple[str, ...], counts: I32, pools: Pools, weights_version: int
-) -> tuple[_Grants, Pools]:
-    """What the running requests get, those without tokens left out; the blocks that they fill are known from now on."""
-    counts = counts[: int(np.count_nonzero(counts))]
-    at = state.rows.request_ids.rows(running)[: len(counts)]
+    state: BatchState, served: tuple[str, ...], counts: I32, pools: Pools, weights_version: int
+) -> tuple[tuple[str, ...], _Grants, Pools]:
+    """The running requests that get tokens, and what they get; the blocks that they fill are known from now on."""
+    at = state.rows.request_ids.rows(served)
+    some = np.nonzero(counts)[0]
+    if len(some) < len(counts):
+        indices: list[int] = some.tolist()
+        counts, at, served = counts[some], at[some], tuple(served[index] for index in indices)
     taken: list[Ragged] = []
     left: list[BlockPool] = []
     for number, (pool, missing) in enumerate(zip(pools, _missing(state, at, counts), strict=True)):
         values, pool = pool.take(int(missing.sum()))
         taken.append(Ragged(values, _offsets(missing)))
         left.append(_known(pool, state, number, at, counts, taken[-1], weights_version) if pool.caching else pool)
-    return _Grants(counts, tuple(taken)), tuple(left)
+    return served, _Grants(counts, tuple(taken)), tuple(left)
 
 
 def _offsets(counts: I32) -> I32:
@@ -229,33 +279,41 @@ def _known(
 
 
 def _admit(
-    sched: SchedState, state: BatchState, preempted: tuple[str, ...], num_running: int, grants: _Grants, pools: Pools
+    sched: SchedState,
+    state: BatchState,
+    candidates: tuple[str | NewRequest, ...],
+    served: tuple[str, ...],
+    num_running: int,
+    grants: _Grants,
+    pools: Pools,
 ) -> tuple[tuple[_Admission, ...], Pools]:
-    """The preempted and waiting requests that come in, in order, until one has no place, tokens or blocks."""
+    """What the first candidates get, until one has no place, tokens or blocks."""
     budget = sched.limits.max_num_batched_tokens - int(grants.counts.sum())
+    long = _num_long(sched, state.rows, served)
     admitted: list[_Admission] = []
-    for number in range(min(sched.limits.max_num_seqs - num_running, len(preempted) + len(sched.waiting))):
+    for each in candidates[: max(sched.limits.max_num_seqs - num_running, 0)]:
         if budget == 0 or any(pool.num_free == 0 for pool in pools):
             break
-        candidate = _candidate(sched, state, preempted, number)
-        entered = _enter(candidate, budget, sched, state.plan.groups, pools)
+        entered = _enter(_candidate(sched, state, each), budget, sched, state.plan.groups, pools)
         if entered is None:
             break
-        admission, pools = entered
+        admission, after = entered
+        long += bool(_long(i32([admission.left]), sched)[0])
+        if 0 < sched.limits.max_long_partial_prefills < long:
+            break
+        pools = after
         admitted.append(admission)
         budget -= admission.count
     return tuple(admitted), pools
 
 
-def _candidate(sched: SchedState, state: BatchState, preempted: tuple[str, ...], number: int) -> _Candidate:
+def _candidate(sched: SchedState, state: BatchState, each: str | NewRequest) -> _Candidate:
     plan, rows, version = state.plan, state.rows, sched.weights_version
-    if number >= len(preempted):
-        request = sched.waiting[number - len(preempted)]
-        return _Candidate(len(request.prompt_token_ids), prefix.hashed(request, plan, version))
-    row = rows.request_ids.row_of[preempted[number]]
-    return _Candidate(
-        int(rows.num_tokens[row]), prefix.all_hashes(plan, rows.tokens[row], rows.cache_keys[row], version)
-    )
+    if isinstance(each, NewRequest):
+        return _Candidate(len(each.prompt_token_ids), prefix.hashed(each, plan, version))
+    row = rows.request_ids.row_of[each]
+    hashes = prefix.all_hashes(plan, rows.tokens[row], rows.cache_keys[row], version)
+    return _Candidate(int(rows.num_tokens[row]), hashes)
 
 
 def _enter(
@@ -276,7 +334,7 @@ def _enter(
         filled = hashes[: (hit + count) // group.block_size]
         left.append(pool.cache(held[len(found) : len(filled)].tolist(), filled[len(found) :]) if filled else pool)
         blocks.append(held)
-    return _Admission(hit, count, tuple(blocks)), tuple(left)
+    return _Admission(hit, candidate.num_tokens - hit, count, tuple(blocks)), tuple(left)
 
 
 def _found(pool: BlockPool, hashes: Sequence[bytes]) -> list[int]:

@@ -192,6 +192,7 @@ def _copied(rows: Rows, row: int, names: tuple[str, ...], shares: _Shares) -> Ro
         cache_keys=tuple(keys),
         family=put(rows.family, at, rows.family[row]),
         num_samples=put(rows.num_samples, family, rows.num_samples[row] + len(names)),
+        priority=put(rows.priority, at, rows.priority[row]),
         weights=_log_copied(rows.weights, row, at),
     )
 

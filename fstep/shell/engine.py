@@ -103,7 +103,7 @@ class Engine:
         device: Device | None = None,
         limits: SchedLimits | None = None,
         cache: CacheConfig | None = None,
-        **settings: int | None,
+        **settings: int | str | None,
     ) -> Engine:
         """An engine for a Hugging Face folder (config.json and safetensors) or a GGUF file.
 
@@ -301,7 +301,7 @@ class Engine:
 
 
 def _configured(
-    limits: SchedLimits, cache: CacheConfig, settings: Mapping[str, int | None]
+    limits: SchedLimits, cache: CacheConfig, settings: Mapping[str, int | str | None]
 ) -> tuple[SchedLimits, CacheConfig]:
     """Both with the settings that are theirs; `TypeError` for one that is neither's."""
     of_limits = {each.name for each in fields(SchedLimits)}

@@ -50,6 +50,7 @@ class SavedRequest:
     prefill_len: int
     sampling: SamplingRows  #: of one row
     num_samples: int
+    priority: int
     cache_key: CacheKey
     weights: I32  #: as in `Rows`
     weights_version: int  #: that of the scheduler when it was saved
@@ -102,7 +103,7 @@ class SavedRequest:
         )
 
 
-_NUMBERS = ("prompt_len", "prefill_len", "num_samples", "weights_version")
+_NUMBERS = ("prompt_len", "prefill_len", "num_samples", "priority", "weights_version")
 
 
 def save_request(
@@ -129,6 +130,7 @@ def save_request(
         prefill_len=int(rows.prefill_len[row]),
         sampling=SamplingRows(**{name: i[row : row + 1] for name, i in _columns(rows.sampling).items()}),
         num_samples=int(rows.num_samples[row]),
+        priority=int(rows.priority[row]),
         cache_key=rows.cache_keys[row],
         weights=i32(rows.weights[row]),
         weights_version=sched.weights_version,
@@ -229,6 +231,7 @@ def _entered(rows: Rows, saved: SavedRequest, name: str, computed: int, blocks: 
         cache_keys=(*rows.cache_keys[:row], saved.cache_key, *rows.cache_keys[row + 1 :]),
         family=put(rows.family, at, family_of(at, generation)),
         num_samples=put(rows.num_samples, at, saved.num_samples),
+        priority=put(rows.priority, at, saved.priority),
         weights=_with(rows.weights, at, saved.weights),
     )
 

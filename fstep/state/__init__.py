@@ -46,7 +46,7 @@ from fstep.state.protocols import (
 )
 from fstep.state.rows import FinishReason, RequestIds, RowPhase, Rows
 from fstep.state.sampling import SamplingParams, SamplingRows
-from fstep.state.schedule import Finished, NewRequest, Resumed, SchedLimits, SchedState, Schedule
+from fstep.state.schedule import Finished, NewRequest, Resumed, SchedLimits, SchedState, Schedule, SchedulingPolicy
 from fstep.state.step import AttentionMeta, Inputs, Meta, Output, Padding, Sampled, SampleError, Step
 
 __all__ = [
@@ -117,6 +117,7 @@ __all__ = [
     "SchedState",
     "Schedule",
     "ScheduleError",
+    "SchedulingPolicy",
     "SlidingWindow",
     "StaleStateError",
     "StateSpace",

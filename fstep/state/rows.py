@@ -83,6 +83,7 @@ class Rows:
     cache_keys: tuple[CacheKey, ...]  #: [R]
     family: I64  #: [R], the same for requests that were forked from one another
     num_samples: I32  #: [R], sample indices that the family has used
+    priority: I32  #: [R]
     weights: (
         Log  #: pairs: an output token's position, and the weights version that it and those after it were drawn with
     )
@@ -104,6 +105,7 @@ class Rows:
             cache_keys=(CacheKey(),) * rows,
             family=frozen_array(np.zeros(rows, np.int64)),
             num_samples=zeros,
+            priority=zeros,
             weights=Log.empty(rows),
         )
 

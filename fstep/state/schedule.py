@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from numbers import Integral
 from typing import Any, Final, cast
 
@@ -59,9 +60,17 @@ class NewRequest:
     cache_key: CacheKey = field(factory=CacheKey)
     num_computed_tokens: int = 0  #: found in the prefix cache; their blocks come first in the step's `new_blocks`
     sample_index: int = 0  #: tells the noise of several samples of one prompt apart
+    priority: int = 0  #: the lowest goes first, if the scheduler looks at it
     block_hashes: tuple[tuple[bytes, ...], ...] | None = field(
         default=None, repr=False
     )  #: of whole blocks, by KV group
+
+
+def _policy(value: str) -> SchedulingPolicy:
+    try:
+        return SchedulingPolicy(value)
+    except ValueError:
+        raise ConfigError("scheduling_policy", value, f"must be one of {', '.join(SchedulingPolicy)}") from None
 
 
 @frozen
@@ -98,20 +107,35 @@ class Schedule:
     copies: tuple[I32, ...] = ()  #: one a KV group, [n, 2]: blocks, and those that become copies of them; () is none
 
 
+class SchedulingPolicy(enum.StrEnum):
+    """Who goes first, and gives way last."""
+
+    FCFS = "fcfs"  #: who came first
+    PRIORITY = "priority"  #: the lowest `NewRequest.priority`; of equals who came first
+    DECODE_FIRST = "decode-first"  #: whose prompt is complete; of the others who came first
+
+
 @frozen
 class SchedLimits:
-    """How much a step may hold."""
+    """How much a step may hold, and who goes first."""
 
     max_num_seqs: int = field(default=256, metadata=about("most requests in a step"))
     max_num_batched_tokens: int = field(default=2048, metadata=about("most tokens in a step"))
     long_prefill_token_threshold: int = field(
         default=0, metadata=about("most tokens of one request in a step; 0 is no limit")
     )
+    max_long_partial_prefills: int = field(
+        default=0, metadata=about("most requests in a step that have more tokens than that left; 0 is no limit")
+    )
+    scheduling_policy: SchedulingPolicy = field(
+        default=SchedulingPolicy.FCFS, converter=_policy, metadata=about("who goes first, and gives way last")
+    )
 
     def __attrs_post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("long_prefill_token_threshold", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(name, getattr(self, name), f"must be at least {least}")
+        leasts = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
+        for name in (*leasts, "long_prefill_token_threshold", "max_long_partial_prefills"):
+            if getattr(self, name) < leasts.get(name, 0):
+                raise ConfigError(name, getattr(self, name), f"must be at least {leasts.get(name, 0)}")
 
 
 @frozen(eq=False)

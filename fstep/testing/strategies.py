@@ -11,7 +11,16 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from fstep.state import BatchDescriptor, KVGroup, NewRequest, Plan, SamplingParams, SchedLimits, Tail
+from fstep.state import (
+    BatchDescriptor,
+    KVGroup,
+    NewRequest,
+    Plan,
+    SamplingParams,
+    SchedLimits,
+    SchedulingPolicy,
+    Tail,
+)
 
 EOS = 1  #: the end token of every plan drawn here
 VOCAB_SIZES = (13, 33, 8, 5)
@@ -72,18 +81,21 @@ def requests(
             request_id="abcdefghijklmnopqrstuvwxyz"[number],
             prompt_token_ids=(stem[: draw(stems)] + draw(prompts(plan.vocab_size, longest)))[:longest],
             sampling=draw(sampling_params(plan.vocab_size, greedy=greedy)),
+            priority=draw(st.integers(0, 2)),
         )
         for number in range(count)
     )
 
 
 def limits() -> SearchStrategy[SchedLimits]:
-    """Token budgets and numbers of sequences from 1 up, chunks cut short or not."""
+    """Token budgets and numbers of sequences from 1 up, chunks cut short or not, every policy."""
     return st.builds(
         SchedLimits,
         max_num_seqs=st.sampled_from((6, 1, 2, 3, 4, 5)),
         max_num_batched_tokens=st.sampled_from((64, 1, 2, 3)) | st.integers(1, 24),
         long_prefill_token_threshold=st.just(0) | st.integers(1, 6),
+        max_long_partial_prefills=st.sampled_from((0, 0, 1, 2)),
+        scheduling_policy=st.sampled_from(SchedulingPolicy),
     )
 
 

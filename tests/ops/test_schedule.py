@@ -8,6 +8,7 @@ from fstep.ops import prefix
 from fstep.state import (
     BatchState,
     CacheKey,
+    ConfigError,
     FinishReason,
     Item,
     KVGroup,
@@ -177,6 +178,48 @@ def test_arrays_of_any_integers_are_prompts(dtype):
 def test_an_id_past_every_vocabulary(value):
     with pytest.raises(RequestError, match=rf"prompt_token_ids\[1\]={value}: must lie in the vocabulary"):
         NewRequest("bad", [1, value])
+
+
+# Policies ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_priority_number_comes_in_first_and_gives_way_last():
+    run = Run(6, block_size=2, max_num_seqs=2, scheduling_policy="priority")
+    for name, priority in (("a", 2), ("b", 1), ("c", 1), ("d", 0)):
+        request = NewRequest(name, [1, 2, 3], SamplingParams(temperature=0, max_tokens=6), priority=priority)
+        run.sched = ops.add(run.sched, run.state, request)
+    assert run.step().request_ids == ("d", "b")
+    assert [each.request_id for each in run.sched.waiting] == ["a", "c"]
+    ended, preempted = [], []
+    while ops.has_work(run.sched, run.state):
+        step = run.step()
+        ended += [each.request_id for each in step.finished]
+        preempted += step.preempted
+    assert ended == ["d", "b", "c", "a"]
+    assert preempted == ["b", "a"]
+
+
+def test_a_decode_goes_before_prompts_that_came_earlier():
+    run = Run(99, max_num_batched_tokens=6, scheduling_policy="decode-first")
+    run.add("long", 20)
+    run.add("short", 2)
+    run.step()
+    run.sched = ops.abort(run.sched, run.state, "long")
+    run.add("longer", 20)
+    assert run.counts() == {"short": 2, "longer": 4}
+    assert run.counts() == {"short": 1, "longer": 5}
+
+
+def test_prompts_that_take_several_steps_are_limited_in_number():
+    run = Run(99, max_num_batched_tokens=20, long_prefill_token_threshold=4, max_long_partial_prefills=1)
+    for name, length in (("a", 9), ("b", 9), ("c", 3)):
+        run.add(name, length)
+    assert [run.counts() for _ in range(4)] == [{"a": 4}, {"a": 4}, {"a": 1, "b": 4, "c": 3}, {"a": 1, "b": 4, "c": 1}]
+
+
+def test_a_policy_that_there_is_not():
+    with pytest.raises(ConfigError, match="scheduling_policy='lifo': must be one of fcfs, priority, decode-first"):
+        SchedLimits(scheduling_policy="lifo")
 
 
 # The prefix cache ----------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Requests that branch and grow: I19 for rows forked inside one state, I1 for the tokens of all of them."""
 
 from collections import Counter
-from contextlib import suppress
 
-from attrs import define, evolve
+from attrs import define, evolve, field
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,14 +29,17 @@ class Branch:
     prompt: list[int]
     params: SamplingParams
     sample_index: int
-    got: list[int]
+    shared: list[int] = field(factory=list)  #: output that it has from the request that it is a copy of
+    got: list[int] = field(factory=list)
     reason: FinishReason | None = None
 
     def expected(self, model, plan):
+        asked = self.params.max_tokens
+        left = None if asked is None else asked - len(self.shared)
         return reference_tokens(
             lambda known: model.reference_logits(list(known)),
-            self.prompt,
-            self.params,
+            self.prompt + self.shared,
+            evolve(self.params, max_tokens=left),
             plan.eos_token_ids,
             plan.max_model_len,
             self.sample_index,
@@ -51,11 +53,11 @@ class Tree:
         self.model, self.plan, self.env, self.kv = model, script.plan, env, kv
         self.state = BatchState.empty(script.plan, kv.line, kv.epoch, rows=1)
         self.sched = SchedState.empty(script.plan, script.limits)
-        self.branches, self.family, self.counts = {}, {}, Counter()
+        self.branches, self.counts = {}, Counter()
         for _, request in script.arrivals:
             self.sched = ops.add(self.sched, self.state, request)
             self.branches[request.request_id] = Branch(
-                request.prompt_token_ids.tolist(), request.sampling, request.sample_index, []
+                request.prompt_token_ids.tolist(), request.sampling, request.sample_index
             )
 
     def fork(self, name, n):
@@ -65,20 +67,19 @@ class Tree:
         self.counts["copies"] += n
         self.counts["copies_of_blocks"] += sum(map(len, self.sched.copies))
         for k in range(n):
-            asked = branch.params.max_tokens
-            left = None if asked is None else asked - len(branch.got)
-            params = evolve(branch.params, max_tokens=left)
-            self.branches[f"{name}#{first + k}"] = Branch(branch.prompt + branch.got, params, first + k, [])
+            copy = Branch(branch.prompt, branch.params, first + k, branch.shared + branch.got)
+            self.branches[f"{name}#{first + k}"] = copy
 
     def extend(self, name, ids):
         branch = self.branches[name]
-        with suppress(RequestError):  # no room for more: tests/ops/test_forks.py looks at these
+        try:
             self.state, self.sched = ops.extend(self.state, self.sched, name, ids)
-        if self.state.rows.prompt_len[self.state.rows.request_ids.row_of[name]] == len(branch.prompt):
+        except RequestError:  # no room for more: tests/ops/test_forks.py looks at these
             return
         self.counts["extensions"] += 1
         self.branches[f"before {name} {len(branch.prompt)}"] = evolve(branch, reason=FinishReason.ABORT)
-        self.branches[name] = Branch(branch.prompt + branch.got + ids, branch.params, branch.sample_index, [])
+        prompt = branch.prompt + branch.shared + branch.got + ids
+        self.branches[name] = Branch(prompt, branch.params, branch.sample_index)
 
     def clone(self):
         """The run goes on with a copy of its cache."""

@@ -12,7 +12,7 @@ from fstep.testing.strategies import scripts
 
 
 def test_i1_tokens_do_not_depend_on_the_order_of_the_batch(start, examples, tally):
-    @examples(40)
+    @examples(80)
     @given(scripts(adversarial=True), st.integers(1, 3))
     def holds(script, threshold):
         script = evolve(script, plan=evolve(script.plan, order=RowOrder(threshold)))
