@@ -17,8 +17,18 @@ settings.load_profile("ci")
 FIGURES = pytest.StashKey[dict[str, Counter]]()
 
 
+FINDINGS = pytest.StashKey[dict[str, object]]()
+
+
 def pytest_configure(config):
     config.stash[FIGURES] = {}
+    config.stash[FINDINGS] = {}
+
+
+@pytest.fixture
+def findings(request):
+    """Keeps what a search of the state machine contained: `findings(found)`; its events are printed after the tests."""
+    return lambda found: request.config.stash[FINDINGS].__setitem__(request.node.name, found)
 
 
 @pytest.fixture
@@ -30,6 +40,9 @@ def tally(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    for name, found in config.stash[FINDINGS].items():
+        terminalreporter.section(f"events of {name}")
+        terminalreporter.write_line(str(found))
     figures = {}
     for name, counts in config.stash[FIGURES].items():
         figures.setdefault(name.partition("[")[0], Counter()).update(counts)

@@ -12,6 +12,7 @@ Imports without torch.
 """
 
 from fstep.testing.adversary import Choose, Scheduler, adversarial_schedule, adversary
+from fstep.testing.checked import Checked
 from fstep.testing.checks import (
     BatchArrays,
     CheckError,
@@ -19,6 +20,7 @@ from fstep.testing.checks import (
     arrays_of,
     check_batch,
     check_conservation,
+    check_held,
     check_limits,
     check_logits_indices,
     check_query_start_loc,
@@ -35,6 +37,7 @@ from fstep.testing.checks import (
     snapshot,
     still_cached,
 )
+from fstep.testing.code import as_code
 from fstep.testing.drive import (
     Answer,
     Moment,
@@ -44,18 +47,25 @@ from fstep.testing.drive import (
     play,
     what_happened,
 )
+from fstep.testing.events import EVENTS, Event, Seen, events_in
 from fstep.testing.hash_models import HashModel, RollingModel
+from fstep.testing.lives import Life, LifePhase, Turn, check_answer
 from fstep.testing.reference import reference_token, reference_tokens
 from fstep.testing.runner import HashCache, KnowsAnswers, Output, Runner, StepOutput, StepReport, StepRunner, report_of
 
 __all__ = [
+    "EVENTS",
     "Answer",
     "BatchArrays",
     "CheckError",
+    "Checked",
     "Choose",
+    "Event",
     "HashCache",
     "HashModel",
     "KnowsAnswers",
+    "Life",
+    "LifePhase",
     "Moment",
     "Output",
     "Played",
@@ -63,15 +73,20 @@ __all__ = [
     "RollingModel",
     "Runner",
     "Scheduler",
+    "Seen",
     "StepOutput",
     "StepReport",
     "StepRunner",
+    "Turn",
     "adversarial_schedule",
     "adversary",
     "arrays_of",
+    "as_code",
     "check_against_reference",
+    "check_answer",
     "check_batch",
     "check_conservation",
+    "check_held",
     "check_limits",
     "check_logits_indices",
     "check_query_start_loc",
@@ -83,6 +98,7 @@ __all__ = [
     "check_state",
     "check_tables",
     "checked_step",
+    "events_in",
     "guarded",
     "play",
     "poison",

@@ -63,6 +63,7 @@ class BatchArrays:
     discard: Bool  #: [B]
     num_known_tokens: I32  #: [B], prompt and output before the step
     request_ids: tuple[str, ...] = ()  #: [B], for messages
+    tail: Tail = Tail.REPEAT  #: what the kernels want behind the real requests of `query_start_loc`
 
     @property
     def num_reqs(self) -> int:
@@ -106,6 +107,7 @@ def arrays_of(state: BatchState) -> BatchArrays:
         discard=inputs.discard,
         num_known_tokens=state.rows.num_tokens[inputs.rows],
         request_ids=step.schedule.request_ids,
+        tail=state.plan.tail,
     )
 
 
@@ -128,7 +130,7 @@ def check_batch(state: BatchState) -> None:
     """I4 to I7 on a state on which `build_meta` was called."""
     batch = arrays_of(state)
     check_slots(batch)
-    check_query_start_loc(batch, state.plan.tail)
+    check_query_start_loc(batch)
     check_seq_lens(batch)
     check_logits_indices(batch)
     check_tables(batch, state)
@@ -164,13 +166,13 @@ def check_tables(batch: BatchArrays, state: BatchState) -> None:
                 raise CheckError("I4", batch.where(b), f"block_table[{number}]", wanted.tolist(), line.tolist())
 
 
-def check_query_start_loc(batch: BatchArrays, tail: Tail = Tail.REPEAT) -> None:
+def check_query_start_loc(batch: BatchArrays) -> None:
     """I5: it starts at 0, steps by each request's tokens, and its tail is what the backend asks for."""
     counts = np.bincount(batch.row_of_token, minlength=batch.num_reqs)
     ends = np.append(0, np.cumsum(counts))
     padded = len(batch.seq_lens) - batch.num_reqs
     total = len(batch.positions)
-    if tail is Tail.CONTINUE and padded:
+    if batch.tail is Tail.CONTINUE and padded:
         more = [min(batch.num_tokens + number, total) for number in range(1, padded)] + [total]
     else:
         more = [batch.num_tokens] * padded
@@ -220,6 +222,18 @@ def check_conservation(pool: PoolView) -> None:
         held = sum(name in holders for name in places[block])
         if block and count != held:
             raise CheckError("I18", "pool", f"reference count of block {block}", held, count)
+
+
+def check_held(batch: BatchArrays, pools: Sequence[PoolView]) -> None:
+    """I4, I17: each real token's slot lies in a block that its request holds. The batch must name its requests."""
+    for number, (slots, size, pool) in enumerate(zip(batch.slot_mapping, batch.block_sizes, pools, strict=True)):
+        for b, name in enumerate(batch.request_ids):
+            blocks = np.unique(slots[: batch.num_tokens][batch.row_of_token == b] // size)
+            held = pool.held.get(name, i32(()))
+            if not np.isin(blocks, held).all():
+                found = sorted(set(blocks.tolist()) - set(held.tolist()))
+                expected = f"blocks of {held.tolist()}"
+                raise CheckError("I4", batch.where(b), f"slot_mapping[{number}]", expected, f"in blocks {found}")
 
 
 def check_state(sched: SchedState, state: BatchState) -> None:

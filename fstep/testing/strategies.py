@@ -87,6 +87,26 @@ def requests(
     )
 
 
+def a_request(plan: Plan) -> SearchStrategy[NewRequest]:
+    """One request that `plan` can serve, named a."""
+    ids = prompts(plan.vocab_size, plan.max_model_len - 1)
+    return st.builds(NewRequest, st.just("a"), ids, sampling_params(plan.vocab_size))
+
+
+def small_requests(
+    vocab_size: int = 16, longest_prompt: int = 12, most_tokens: int = 6, greedy: bool = True
+) -> SearchStrategy[NewRequest]:
+    """One request, named a, for a runner of which nothing is known but that it takes such ids and lengths."""
+    sampling = st.builds(
+        SamplingParams,
+        temperature=st.just(0.0) if greedy else st.sampled_from((0.0, 1.0)),
+        seed=st.integers(0, 3),
+        max_tokens=st.integers(1, most_tokens),
+        ignore_eos=st.just(True),
+    )
+    return st.builds(NewRequest, st.just("a"), prompts(vocab_size, longest_prompt), sampling)
+
+
 def limits() -> SearchStrategy[SchedLimits]:
     """Token budgets and numbers of sequences from 1 up, chunks cut short or not, every policy."""
     return st.builds(
@@ -153,11 +173,12 @@ def scripts(
         limits=draw(limits()),
         arrivals=tuple(zip(steps, some, strict=True)),
         aborts=tuple(sorted(gone)),
-        choices=draw(_choices(250)) if adversarial else b"",
+        choices=draw(choices()) if adversarial else b"",
     )
 
 
-def _choices(most: int) -> SearchStrategy[bytes]:
+def choices(most: int = 250) -> SearchStrategy[bytes]:
+    """What an `adversary` decides by; few bytes as often as many."""
     return st.integers(0, most).flatmap(lambda size: st.binary(min_size=size, max_size=size))
 
 

@@ -30,6 +30,7 @@ from fstep.testing import (
     arrays_of,
     check_batch,
     check_conservation,
+    check_held,
     check_limits,
     check_logits_indices,
     check_query_start_loc,
@@ -146,9 +147,9 @@ def test_an_error_carries_what_it_says():
 
 
 def test_a_tail_that_goes_on_is_told_from_one_that_repeats():
-    check_query_start_loc(batch(query_start_loc=i32([0, 5, 7, 8, 8])), Tail.CONTINUE)
+    check_query_start_loc(batch(query_start_loc=i32([0, 5, 7, 8, 8]), tail=Tail.CONTINUE))
     with pytest.raises(CheckError, match=r"query_start_loc\[3\] is 7, expected 8"):
-        check_query_start_loc(batch(), Tail.CONTINUE)
+        check_query_start_loc(batch(tail=Tail.CONTINUE))
 
 
 def test_a_table_that_is_not_the_rows_own_is_named():
@@ -177,6 +178,14 @@ def test_an_engine_without_any_of_our_types_is_checked_in_ten_lines():
         check(mine)
     with pytest.raises(CheckError, match=r"I4: row 1: slot_mapping\[0\]\[2\] is 2, expected 4"):
         check_slots(evolve(mine, block_tables=(np.array([[2, 3], [2, 0]]),)))
+
+
+def test_a_slot_in_a_block_that_is_not_held_is_named():
+    sound = batch()
+    held = {name: i32(sound.block_tables[0][b]) for b, name in enumerate(sound.request_ids)}
+    check_held(sound, (PoolView(8, i32(()), held),))
+    with pytest.raises(CheckError, match=r"I4: row 1 \(request 'y'\): slot_mapping\[0\] is in blocks \["):
+        check_held(sound, (PoolView(8, i32(()), {**held, "y": i32([7])}),))
 
 
 @pytest.mark.parametrize(

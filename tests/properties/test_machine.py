@@ -1,0 +1,29 @@
+"""fstep's own step, driven by the state machine that anybody may aim at an engine of their own."""
+
+import pytest
+from hypothesis import settings
+
+from fstep import ops
+from fstep.testing import StepRunner, adversary
+from fstep.testing.machine import check_runner
+from fstep.testing.strategies import choices, limits, plans
+
+GROUPS = {"one group": (0,), "two groups": (0, 1, 0)}
+
+
+def under_an_adversary(plan, limits, choices):
+    return StepRunner(plan, limits, adversary(choices) if choices else ops.schedule)
+
+
+@pytest.mark.parametrize("layer_groups", GROUPS.values(), ids=GROUPS)
+def test_nothing_breaks_the_step(layer_groups, findings):
+    """First come, first served where no choices are drawn; and no event is rare, see `fstep.testing.events`."""
+    found = check_runner(
+        under_an_adversary,
+        configs={"plan": plans(layer_groups, 14), "limits": limits(), "choices": choices()},
+        examples=4 * settings().max_examples,
+        patience=40,
+    )
+    findings(found)
+    assert found.unseen == ()
+    found.check_events()
