@@ -56,7 +56,7 @@ class AttentionGroup:
 class KVGroup:
     """Layers that share one block table.
 
-    Raises `ConfigError` for an attention group whose kernel block doesn't divide its own.
+    Raises `ConfigError` for attention groups whose kernel block doesn't divide its own, or whose layers aren't its own.
     """
 
     num_blocks: int  #: with the null block 0, which is never allocated
@@ -73,6 +73,9 @@ class KVGroup:
             if each.kernel_block_size and self.block_size % each.kernel_block_size:
                 limit = f"must divide the {self.block_size} tokens of the group's blocks"
                 raise ConfigError("kernel_block_size", each.kernel_block_size, limit)
+        served = [layer for each in self.attention for layer in each.layers]
+        if self.attention and sorted(served) != sorted(self.layers):
+            raise ConfigError("layers of the attention groups", served, f"must be the group's {self.layers}, once each")
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one request, whether it still needs them or not."""

@@ -138,3 +138,10 @@ def test_a_kernel_block_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="kernel_block_size=0: must be at least 1"):
         AttentionGroup(kernel_block_size=0)
     assert KVGroup(8, 4, kind=FullAttention()) == KVGroup(8, 4)
+
+
+@pytest.mark.parametrize("served", [((0,),), ((0, 1), (1,)), ((0,), (2,))])
+def test_attention_groups_serve_each_layer_once(served):
+    with pytest.raises(ConfigError, match=r"must be the group's \(0, 1\), once each"):
+        KVGroup(8, 4, (0, 1), attention=tuple(AttentionGroup(layers) for layers in served))
+    assert len(KVGroup(8, 4, (0, 1), attention=(AttentionGroup((1,)), AttentionGroup((0,)))).attention) == 2
