@@ -326,7 +326,7 @@ def _enter(
     left: list[BlockPool] = []
     for pool, group, hashes in zip(pools, groups, candidate.hashes, strict=True):
         found = _found(pool, hashes[: hit // group.block_size])
-        idle = int(np.count_nonzero(pool.shares_of(found) == 0))
+        idle = int(np.count_nonzero(pool.ref_counts_of(found) == 0))
         if group.blocks_for(candidate.num_tokens) - len(found) + idle > pool.num_free:
             return None
         fresh, pool = pool.share(found).take(group.blocks_for(hit + count) - len(found))

@@ -26,10 +26,10 @@ _Undo: TypeAlias = list[tuple[Any, Any, Any]]  # (array or dict, where, what sto
 class _Books:
     """The mutable truth behind one version; every write notes how to undo it."""
 
-    __slots__ = ("blocks_of", "hash_of", "marks", "place", "queue", "shares", "undo")
+    __slots__ = ("blocks_of", "hash_of", "marks", "place", "queue", "ref_counts", "undo")
 
     def __init__(self, num_blocks: int) -> None:
-        self.shares: I32 = np.zeros(num_blocks, np.int32)  # how many requests hold a block
+        self.ref_counts: I32 = np.zeros(num_blocks, np.int32)  # how many requests hold a block
         self.queue: I32 = np.full(3 * num_blocks, _GONE, np.int32)  # the free blocks between two marks, with gaps
         self.place: I32 = np.full(num_blocks, _GONE, np.int32)  # of a free block in the queue
         self.marks: NDArray[np.int64] = np.array([num_blocks, num_blocks, 0], np.int64)
@@ -41,7 +41,7 @@ class _Books:
 
     def copy(self) -> _Books:
         made = _Books.__new__(_Books)
-        for name in ("shares", "queue", "place", "marks", "hash_of", "blocks_of"):
+        for name in ("ref_counts", "queue", "place", "marks", "hash_of", "blocks_of"):
             setattr(made, name, getattr(self, name).copy())
         made.undo = []
         return made
@@ -195,18 +195,18 @@ class BlockPool:
         return frozen_array(self._version.opened().free())
 
     @property
-    def shares(self) -> I32:
+    def ref_counts(self) -> I32:
         """How many requests hold each block: `[num_blocks]`, a copy."""
-        return frozen_array(self._version.opened().shares.copy())
+        return frozen_array(self._version.opened().ref_counts.copy())
 
     @property
     def hashes(self) -> Mapping[int, bytes]:
         """The cached blocks and their hashes, a copy."""
         return dict(self._version.opened().hash_of)
 
-    def shares_of(self, blocks: I32 | Sequence[int]) -> I32:
+    def ref_counts_of(self, blocks: I32 | Sequence[int]) -> I32:
         """How many requests hold each of some blocks: `[len(blocks)]`."""
-        return frozen_array(self._version.opened().shares[np.asarray(blocks, np.intp)])
+        return frozen_array(self._version.opened().ref_counts[np.asarray(blocks, np.intp)])
 
     def hash_of(self, block: int) -> bytes | None:
         """The hash of what a block holds, if it is cached."""
@@ -225,7 +225,7 @@ class BlockPool:
             return _NO_BLOCKS, self
         books = self._version.opened()
         blocks = frozen_array(books.pop(count))
-        books.put("shares", blocks, 1)
+        books.put("ref_counts", blocks, 1)
         if books.hash_of:
             for block in blocks.tolist():
                 books.unhash(block)
@@ -236,8 +236,8 @@ class BlockPool:
         if not blocks:
             return self
         books, at = self._version.opened(), np.array(blocks, np.int32)
-        held = books.shares[at]
-        books.put("shares", at, held + 1)
+        held = books.ref_counts[at]
+        books.put("ref_counts", at, held + 1)
         books.pull(at[held == 0])
         return self._next()
 
@@ -253,9 +253,9 @@ class BlockPool:
         self._check_held(blocks)
         books = self._version.opened()
         each, counts = np.unique(blocks, return_counts=True)
-        books.put("shares", each, books.shares[each] - counts.astype(np.int32))
+        books.put("ref_counts", each, books.ref_counts[each] - counts.astype(np.int32))
         idle = _last_of_each(blocks)
-        idle = idle[books.shares[idle] == 0]
+        idle = idle[books.ref_counts[idle] == 0]
         if forget:
             for block in idle.tolist():
                 books.unhash(block)
@@ -309,7 +309,7 @@ class BlockPool:
 
     def _check_held(self, blocks: I32) -> None:
         inside = int(blocks.min()) >= 1 and int(blocks.max()) < self.num_blocks
-        if not inside or (np.bincount(blocks) > self._version.opened().shares[: int(blocks.max()) + 1]).any():
+        if not inside or (np.bincount(blocks) > self._version.opened().ref_counts[: int(blocks.max()) + 1]).any():
             raise ValueError(f"blocks {blocks.tolist()} given back to {self!r}: each must be held as often")
 
 

@@ -3,6 +3,8 @@
 - `HashModel`, `RollingModel`: language models that live in the paged cache.
 - `reference_tokens`: what a request gives alone, without batch or cache.
 - `check_…`, `poison`, `guarded`: the invariants, on plain arrays, on states, around functions.
+- `Runner`, `StepReport`: the protocol of what the kit can drive; `StepRunner` is fstep's own step as one, `HashCache` a
+  model for an engine that has none.
 - `play`, `checked_step`, `adversarial_schedule`: scripts run against a scheduler, every check on.
 - `fstep.testing.strategies`: Hypothesis strategies for the scripts; imported by name, since it needs `hypothesis`.
 
@@ -44,18 +46,26 @@ from fstep.testing.drive import (
 )
 from fstep.testing.hash_models import HashModel, RollingModel
 from fstep.testing.reference import reference_token, reference_tokens
+from fstep.testing.runner import HashCache, KnowsAnswers, Output, Runner, StepOutput, StepReport, StepRunner, report_of
 
 __all__ = [
     "Answer",
     "BatchArrays",
     "CheckError",
     "Choose",
+    "HashCache",
     "HashModel",
+    "KnowsAnswers",
     "Moment",
+    "Output",
     "Played",
     "PoolView",
     "RollingModel",
+    "Runner",
     "Scheduler",
+    "StepOutput",
+    "StepReport",
+    "StepRunner",
     "adversarial_schedule",
     "adversary",
     "arrays_of",
@@ -79,6 +89,7 @@ __all__ = [
     "pools_of",
     "reference_token",
     "reference_tokens",
+    "report_of",
     "snapshot",
     "still_cached",
     "what_happened",

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from fstep.state import (
@@ -85,8 +85,8 @@ class PoolView:
     num_blocks: int  #: with the null block 0
     free: I32
     held: Mapping[str, I32]  #: by request
-    cached: Collection[int] = ()  #: blocks that several may hold
-    shares: I32 | None = None  #: how many requests hold each block, [num_blocks], if the pool counts
+    cached: I32 = field(factory=lambda: i32(()))  #: held by nobody, not in `free`, and kept for their content
+    ref_counts: I32 | None = None  #: [num_blocks], how many requests hold each; None: blocks are not shared
 
 
 def arrays_of(state: BatchState) -> BatchArrays:
@@ -118,8 +118,7 @@ def pools_of(sched: SchedState, state: BatchState) -> tuple[PoolView, ...]:
             num_blocks=group.num_blocks,
             free=pool.free,
             held={name: blocks[row] for row, name in names.items() if blocks.length[row]},
-            cached=pool.hashes.keys(),
-            shares=pool.shares,
+            ref_counts=pool.ref_counts,
         )
         for group, pool, blocks in zip(state.plan.groups, sched.pools, rows.blocks, strict=True)
     )
@@ -198,27 +197,29 @@ def check_logits_indices(batch: BatchArrays) -> None:
 
 
 def check_conservation(pool: PoolView) -> None:
-    """I18, I17: each block but the null block is free or held by one request, once.
+    """I18, I17: each block but the null block is free, cached or held, once.
 
-    Several may hold a block that is cached, or in a pool that counts them; each has it in the same place.
+    It is held by one request, or, if there are reference counts, by as many as its count says, in the same place.
     """
-    owner: dict[int, tuple[str, int]] = {0: ("the null block", -1)}
-    count = np.zeros(pool.num_blocks, np.int32)
-    for name, blocks in (*((f"request {name!r}", blocks) for name, blocks in pool.held.items()), ("free", pool.free)):
-        for place, block in enumerate(blocks.tolist()):
-            other, at = owner.setdefault(block, (name, place))
-            may_share = pool.shares is not None or block in pool.cached
-            shared = other != name != "free" and at == place and may_share
-            if (other, at) != (name, place) and not shared:
-                raise CheckError("I18", name, f"block {block}", "in one place", f"also in: {other}")
-            if name != "free" and block < pool.num_blocks:
-                count[block] += 1
-    if pool.shares is not None:
-        _equal("I18", "shares", pool.shares, count, None, None)
-    lost = sorted(set(range(pool.num_blocks)) - owner.keys())
-    strange = sorted(owner.keys() - set(range(pool.num_blocks)))
+    holders = {f"request {name!r}": blocks for name, blocks in pool.held.items()}
+    places: dict[int, list[str]] = {0: ["the null block"]}
+    indices: dict[int, set[int]] = {}
+    for name, blocks in (*holders.items(), ("cached", pool.cached), ("free", pool.free)):
+        for index, block in enumerate(blocks.tolist()):
+            places.setdefault(block, []).append(name)
+            indices.setdefault(block, set()).add(index)
+    for block, names in sorted(places.items()):
+        shared = pool.ref_counts is not None and holders.keys() >= set(names) and len(set(names)) == len(names)
+        if len(names) > 1 and not (shared and len(indices[block]) == 1):
+            raise CheckError("I18", names[1], f"block {block}", "in one place", f"also in: {names[0]}")
+    lost = sorted(set(range(pool.num_blocks)) - places.keys())
+    strange = sorted(places.keys() - set(range(pool.num_blocks)))
     if lost or strange:
         raise CheckError("I18", "pool", "blocks", f"0 to {pool.num_blocks - 1}", f"lost {lost}, unknown {strange}")
+    for block, count in enumerate(() if pool.ref_counts is None else pool.ref_counts.tolist()):
+        held = sum(name in holders for name in places[block])
+        if block and count != held:
+            raise CheckError("I18", "pool", f"reference count of block {block}", held, count)
 
 
 def check_state(sched: SchedState, state: BatchState) -> None:
@@ -376,7 +377,9 @@ def _add_parts(parts: Snapshot, path: str, value: Any) -> None:
         parts.append((f"{path}.length", value.length.tolist()))
         parts += [(f"{path}[{row}]", value[row].tolist()) for row in np.flatnonzero(value.length).tolist()]
     elif kind is BlockPool:
-        _add_parts(parts, path, {"free": value.free, "shares": value.shares, "hashes": sorted(value.hashes.items())})
+        _add_parts(
+            parts, path, {"free": value.free, "ref_counts": value.ref_counts, "hashes": sorted(value.hashes.items())}
+        )
     elif kind is Env:
         _add_parts(parts, f"{path}.params", value.params)
     elif hasattr(kind, "untyped_storage"):  # a torch tensor, known by its verbs: torch may not be there

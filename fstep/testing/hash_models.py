@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from fstep.state import F32, KV, DeviceInputs, DeviceMeta, Hidden, Kernels, LayerKV, LayerSpec, Tree
 
@@ -70,7 +71,7 @@ class HashModel:
                 mixed = _mix(_place(cell % _CELL, position, position))
                 hashes.append(mixed + (hashes[-1] if hashes else 0))
             cells = hashes
-        return _reference_logits(hashes[-1], self.vocab_size)
+        return logits_of(hashes[-1], self.vocab_size)
 
 
 @frozen
@@ -103,7 +104,22 @@ class RollingModel:
         cell = 0
         for token_id in token_ids:
             cell = _next_cell(cell, token_id)
-        return _reference_logits(cell, self.vocab_size)
+        return logits_of(cell, self.vocab_size)
+
+
+def cell_of(cells: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What a cell of the cache holds of token ids, or of the hashes of the layer before."""
+    return cells % _CELL
+
+
+def hashes_of(cells: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The hash of a request up to each of its positions, from the cells and positions that its cache holds."""
+    return np.cumsum(_mix(_place(cells, places, np.arange(len(cells)))))
+
+
+def logits_of(x: int, vocab_size: int) -> F32:
+    """The logits that follow a hash: `[V]` float32."""
+    return (_spread(x, np.arange(vocab_size)) * (_TOP / _CELL)).astype(np.float32)
 
 
 def _mix(x: Any) -> Any:
@@ -124,10 +140,6 @@ def _next_cell(cell: Any, token: Any) -> Any:
 def _spread(x: Any, ids: Any) -> Any:
     """Numbers below 2**24, one a token id, made of a hash."""
     return _mix((_mix(x & _MASK) + ids * _PLACE) & _MASK) % _CELL
-
-
-def _reference_logits(x: int, vocab_size: int) -> F32:
-    return (_spread(x, np.arange(vocab_size)) * (_TOP / _CELL)).astype(np.float32)
 
 
 def _logits(hidden: Tensor, vocab_size: int) -> Tensor:

@@ -139,7 +139,7 @@ def test_c038_free_cached_and_held_blocks_add_up_to_the_pool(order, together):
             small.run()
     small.run()
     assert sorted(small.pool.free.tolist()) == [*range(1, 13)]  # cached ones are among the free, each once
-    assert not small.pool.shares.any()
+    assert not small.pool.ref_counts.any()
     assert set(small.pool.hashes) <= set(range(1, 13))
     assert all(small.tokens[name] == small.alone(name) for name in order)
 
@@ -147,7 +147,7 @@ def test_c038_free_cached_and_held_blocks_add_up_to_the_pool(order, together):
 def books(sched):
     """All that a pool knows."""
     pool = sched.pools[0]
-    return pool.free.tolist(), pool.shares.tolist(), pool.hashes
+    return pool.free.tolist(), pool.ref_counts.tolist(), pool.hashes
 
 
 def test_c169_an_allocation_that_fails_leaves_nothing():

@@ -31,7 +31,7 @@ def test_full_blocks_are_shared_and_the_partly_filled_one_is_copied():
     assert a[:2] == first[:2] == second[:2]
     assert len({a[2], first[2], second[2]}) == 3
     assert run.sched.copies[0].tolist() == [[a[2], first[2]], [a[2], second[2]]]
-    assert run.sched.pools[0].shares_of(a).tolist() == [3, 3, 1]
+    assert run.sched.pools[0].ref_counts_of(a).tolist() == [3, 3, 1]
     todo = run.step()
     assert todo.copies[0].tolist() == [[a[2], first[2]], [a[2], second[2]]]
     assert todo.request_ids == ("a", "a#1", "a#2")

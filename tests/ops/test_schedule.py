@@ -291,7 +291,7 @@ def test_a_shared_block_is_free_when_the_last_one_gives_it_back():
     run.step()
     pool = run.sched.pools[0]
     held = run.state.rows.blocks[0][run.state.rows.request_ids.row_of["b"]]
-    assert pool.shares_of(held).tolist() == [1, 1, 1]
+    assert pool.ref_counts_of(held).tolist() == [1, 1, 1]
     assert pool.num_free == 5
     assert len(pool.hashes) == 2
 

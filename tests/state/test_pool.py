@@ -13,32 +13,32 @@ class Naive:
 
     def __init__(self, num_blocks, caching):
         self.free = list(range(1, num_blocks))
-        self.shares = [0] * num_blocks
+        self.ref_counts = [0] * num_blocks
         self.hashes = {}
         self.caching = caching
 
     def copy(self):
         made = Naive(0, self.caching)
-        made.free, made.shares, made.hashes = list(self.free), list(self.shares), dict(self.hashes)
+        made.free, made.ref_counts, made.hashes = list(self.free), list(self.ref_counts), dict(self.hashes)
         return made
 
     def take(self, count):
         taken, self.free = self.free[:count], self.free[count:]
         for block in taken:
-            self.shares[block] = 1
+            self.ref_counts[block] = 1
             self.hashes.pop(block, None)
         return taken
 
     def share(self, blocks):
         for block in blocks:
-            self.shares[block] += 1
+            self.ref_counts[block] += 1
             if block in self.free:
                 self.free.remove(block)
 
     def give(self, blocks, forget=False):
         for block in reversed(blocks):
-            self.shares[block] -= 1
-            if self.shares[block] == 0:
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
                 if forget:
                     self.hashes.pop(block, None)
                 known = block in self.hashes or not self.caching
@@ -48,7 +48,7 @@ class Naive:
 def same(pool, naive):
     assert pool.free.tolist() == naive.free
     assert pool.num_free == len(naive.free)
-    assert pool.shares.tolist() == naive.shares
+    assert pool.ref_counts.tolist() == naive.ref_counts
     assert pool.hashes == naive.hashes
     for block, block_hash in naive.hashes.items():
         assert naive.hashes[pool.find(block_hash)] == block_hash
@@ -86,7 +86,7 @@ def test_every_version_stays_what_it_was(num_blocks, caching, data):
                 naive.give(blocks, forget)
             held = held[len(gone) :]
         elif verb == "forget":
-            if any(naive.shares):
+            if any(naive.ref_counts):
                 with pytest.raises(ValueError, match="are held"):
                     pool.forgotten()
                 continue
@@ -139,6 +139,6 @@ def test_more_than_is_free_cant_be_taken():
 
 def test_arrays_that_come_out_are_read_only():
     taken, pool = BlockPool.full(5).take(2)
-    for array in (taken, pool.free, pool.shares, pool.shares_of([1])):
+    for array in (taken, pool.free, pool.ref_counts, pool.ref_counts_of([1])):
         with pytest.raises(ValueError, match="read-only"):
             np.asarray(array)[0] = 9

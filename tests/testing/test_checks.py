@@ -199,6 +199,31 @@ def test_a_sound_pool_passes():
     check_conservation(PoolView(5, i32([4, 2]), {"a": i32([1]), "b": i32([3])}))
 
 
+def shared(free=(4,), a=(1, 2), b=(1,), cached=(3,), counts=(0, 2, 1, 0, 0)):
+    return PoolView(5, i32(free), {"a": i32(a), "b": i32(b)}, i32(cached), i32(counts))
+
+
+def test_blocks_with_reference_counts_may_be_shared():
+    check_conservation(shared())
+    check_conservation(shared(counts=(9, 2, 1, 0, 0)))  # the null block's means nothing
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"counts": (0, 1, 1, 0, 0)}, "I18: pool: reference count of block 1 is 1, expected 2"),
+        ({"counts": (0, 2, 1, 0, 1)}, "I18: pool: reference count of block 4 is 1, expected 0"),
+        ({"a": (1, 2, 2)}, "I18: request 'a': block 2 is also in: request 'a'"),
+        ({"free": (4, 1)}, "I18: request 'b': block 1 is also in: request 'a'"),
+        ({"cached": (3, 4)}, "I18: free: block 4 is also in: cached"),
+        ({"cached": ()}, r"I18: pool: blocks is lost \[3\], unknown \[\]"),
+    ],
+)
+def test_a_fault_in_a_shared_pool_is_named(parts, message):
+    with pytest.raises(CheckError, match=message):
+        check_conservation(shared(**parts))
+
+
 def test_a_scheduler_whose_pool_is_not_what_the_rows_hold():
     state = running()
     sched = SchedState.empty(PLAN, SchedLimits())
