@@ -58,7 +58,7 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = MappingProxyType({"reorder_decode_f
 _WAITING: Mapping[str, str] = MappingProxyType(
     {
         "a prefix cache by tokens instead of whole blocks": "radix_match",
-        "multimodal inputs": "mrope_positions image_chunk_clip encoder_cache_trace",
+        "a cache of encoder outputs": "encoder_cache_trace",
         "LoRA": "lora_mapping",
         "overlap": "seq_lens_correction",
         "captured graphs": "graph_dispatch capture_length_list",

@@ -1,4 +1,4 @@
-"""Adapters for the order of a batch and its parts, and for KV groups; see `adapters`."""
+"""Adapters for the order of a batch and its parts, KV groups, attention and positions; see `adapters`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from fstep.ops import context_parallel, groups, order, visibility
+from fstep.ops import context_parallel, groups, order, positions, visibility
 from fstep.state import ChunkedLocal, EncoderOnly, FullAttention, KVKind, SlidingWindow
 
 Given = Mapping[str, Any]
@@ -197,9 +197,32 @@ def _range(part: tuple[int, int] | None) -> list[int] | None:
     return None if part is None else list(part)
 
 
+# Images and videos in a prompt --------------------------------------------------------------------------------------
+
+
+def mrope_positions(given: Given) -> dict[str, Any]:
+    grids = [
+        positions.Grid(each["offset"], tuple(each["grid_thw"]), each.get("t_factor", 1.0)) for each in given["items"]
+    ]
+    made = positions.mrope_positions(given["num_tokens"], grids, given["spatial_merge_size"])
+    return {"positions": made.prompt.tolist(), "delta": made.delta}
+
+
+def image_chunk_clip(given: Given) -> dict[str, Any]:
+    items = [(each["offset"], each["length"]) for each in given["items"]]
+    clips = positions.clip_items(given["num_computed_tokens"], given["num_scheduled_tokens"], items)
+    return {"clips": [None if clip is None else _clip(clip) for clip in clips]}
+
+
+def _clip(clip: positions.Clip) -> dict[str, list[int]]:
+    return {"feature_range": list(clip.feature_range), "token_range": list(clip.token_range)}
+
+
 GROUP_ADAPTERS: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType(
     {
         "attention_state": attention_state,
+        "image_chunk_clip": image_chunk_clip,
+        "mrope_positions": mrope_positions,
         "pcp_head_tail_split": pcp_head_tail_split,
         "dcp_local_seq_lens": dcp_local_seq_lens,
         "chunked_local_virtual_batches": chunked_local_virtual_batches,
