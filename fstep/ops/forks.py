@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import attrs
 import numpy as np
@@ -46,8 +47,8 @@ def fork(
     Raises `PhaseError` inside a step, `RequestError` for a request that has no row or has ended, or an id in use.
     """
     row = _row_between_steps(state, sched, request_id, "fork", (RowPhase.RUNNING, RowPhase.PREEMPTED))
-    if n < 1:
-        raise RequestError("n", n, "must be at least 1", request_id)
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+        raise RequestError("n", n, "must be an integer of at least 1", request_id)
     first = int(state.rows.num_samples[row])
     names = tuple(request_ids) if request_ids else tuple(f"{request_id}#{first + k}" for k in range(n))
     _check_names(state, sched, names, n, request_id)

@@ -94,7 +94,7 @@ def test_what_fork_refuses():
     for args, message in (
         (("nobody", 1), r"request 'nobody': request_id='nobody': can't fork: no request of this name has a row"),
         (("waits", 1), r"request 'waits': request_id='waits': can't fork: no request of this name has a row"),
-        (("a", 0), r"request 'a': n=0: must be at least 1"),
+        *((("a", n), rf"request 'a': n={n}: must be an integer of at least 1") for n in (0, -1, 1.5, True)),
         (("a", 2, ["x"]), r"request 'a': request_ids=\['x'\]: must be 2 names"),
         (("a", 2, ["x", "x"]), r"request 'a': request_ids=\['x', 'x'\]: 'x' stands there twice"),
         (("a", 1, ["a"]), r"request 'a': request_id='a': is in use"),
