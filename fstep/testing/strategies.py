@@ -16,7 +16,6 @@ from fstep.state import (
     KVGroup,
     NewRequest,
     Plan,
-    RowOrder,
     SamplingParams,
     SchedLimits,
     SchedulingPolicy,
@@ -141,7 +140,6 @@ def plans(draw: DrawFn, layer_groups: tuple[int, ...] = (0,), max_model_len: int
         eos_token_ids=(EOS,),
         capture=draw(captures()),
         tail=draw(st.sampled_from(Tail)),
-        order=draw(st.sampled_from((RowOrder(), RowOrder(), RowOrder(1), RowOrder(2)))),
         prefix_caching=draw(st.sampled_from((True, True, False))),
     )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fstep import ops
 from fstep.ops import prefix
-from fstep.state import CacheKey, DonatedError, Ragged, RowOrder, StaleStateError, i32
+from fstep.state import CacheKey, DonatedError, Ragged, StaleStateError, i32
 from fstep.testing import (
     HashModel,
     RollingModel,
@@ -179,7 +179,6 @@ def test_i9_permuting_the_requests_permutes_the_outputs(kind, start, examples, r
     @examples(20)
     @given(some(adversarial=True), st.data())
     def holds(script, data):
-        script = evolve(script, plan=evolve(script.plan, order=RowOrder()))  # it would put them back
         env, kv = start(make(script.plan), script.plan)
         clones = [kv.clone()]
 
