@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growth (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args(argv)
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'fstep[plot]'")
     rounds, steps = (1, 100) if options.quick else (options.rounds, options.steps)
 
     figures: dict[tuple[int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
