@@ -90,7 +90,7 @@ def schedule(sched: SchedState, state: BatchState) -> tuple[Schedule, SchedState
     ordered = _in_order(sched.limits.scheduling_policy, rows, running)
     kept, counts, pools = _stay(sched, state, ordered, pools)
     victims, served = ordered[kept:], ordered[:kept]
-    served, grants, pools = _continue(state, served, counts, pools, sched.weights_version)
+    served, grants, pools = _continue(sched, state, served, counts, pools)
     candidates = _candidates(sched, rows, preempted)
     admitted: tuple[_Admission, ...] = ()
     if not victims:
@@ -110,14 +110,15 @@ def schedule(sched: SchedState, state: BatchState) -> tuple[Schedule, SchedState
         new_blocks=grants.blocks,
         copies=sched.copies,
     )
-    entered = frozenset(names)
+    entered, stay = frozenset(names), _without(running, frozenset(victims))
     return made, SchedState(
         limits=sched.limits,
         pools=pools,
         waiting=tuple(each for each in sched.waiting if each.request_id not in entered) if new else sched.waiting,
-        running=_without(running, frozenset(victims)) + names,
+        running=stay + names,
         preempted=victims + _without(preempted, entered),
         weights_version=sched.weights_version,
+        uncached=sched.uncached.intersection(stay),
     )
 
 
@@ -231,7 +232,7 @@ def _chunk(left: I32, sched: SchedState) -> I32:
 
 
 def _continue(
-    state: BatchState, served: tuple[str, ...], counts: I32, pools: Pools, weights_version: int
+    sched: SchedState, state: BatchState, served: tuple[str, ...], counts: I32, pools: Pools
 ) -> tuple[tuple[str, ...], _Grants, Pools]:
     """The running requests that get tokens, and what they get; the blocks that they fill are known from now on."""
     at = state.rows.request_ids.rows(served)
@@ -244,7 +245,7 @@ def _continue(
     for number, (pool, missing) in enumerate(zip(pools, _missing(state, at, counts), strict=True)):
         values, pool = pool.take(int(missing.sum()))
         taken.append(Ragged(values, _offsets(missing)))
-        left.append(_known(pool, state, number, at, counts, taken[-1], weights_version) if pool.caching else pool)
+        left.append(_known(pool, sched, state, number, served, counts, taken[-1]) if pool.caching else pool)
     return served, _Grants(counts, tuple(taken)), tuple(left)
 
 
@@ -255,10 +256,17 @@ def _offsets(counts: I32) -> I32:
 
 
 def _known(
-    pool: BlockPool, state: BatchState, number: int, at: Intp, counts: I32, new: Ragged, weights_version: int
+    pool: BlockPool,
+    sched: SchedState,
+    state: BatchState,
+    number: int,
+    served: tuple[str, ...],
+    counts: I32,
+    new: Ragged,
 ) -> BlockPool:
-    """The pool with the blocks cached that the rows `at` fill in this step."""
+    """The pool with the blocks cached that some requests fill in this step."""
     rows, size = state.rows, state.plan.groups[number].block_size
+    at = rows.request_ids.rows(served)
     computed = rows.num_computed_tokens[at]
     filled, before = (computed + counts) // size, computed // size
     blocks: list[int] = []
@@ -267,11 +275,11 @@ def _known(
         row, first = int(at[b]), int(before[b])
         held = np.concatenate((rows.blocks[number][row], new[b]))[: filled[b]]
         parent = pool.hash_of(int(held[first - 1])) if first else prefix.ROOT
-        if parent is None:  # nothing can follow what isn't known
+        if parent is None or served[b] in sched.uncached:  # nothing can follow what isn't known
             continue
         ids = rows.tokens[row][: filled[b] * size]
         blocks += held[first:].tolist()
-        hashes += prefix.hashes_of(ids, size, rows.cache_keys[row], weights_version, first, parent)
+        hashes += prefix.hashes_of(ids, size, rows.cache_keys[row], sched.weights_version, first, parent)
     return pool.cache(blocks, hashes) if blocks else pool
 
 

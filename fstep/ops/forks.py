@@ -62,6 +62,7 @@ def fork(
         running=sched.running + running,
         preempted=sched.preempted + names[len(running) :],
         copies=shares.copies,
+        uncached=sched.uncached.union(running) if request_id in sched.uncached else sched.uncached,
     )
 
 

@@ -92,7 +92,7 @@ def reweigh(sched: SchedState, weights_version: int) -> SchedState:
     if weights_version <= sched.weights_version:
         raise ValueError(f"weights_version={weights_version}: must be above {sched.weights_version}, which is in use")
     waiting = tuple(evolve(each, block_hashes=None) for each in sched.waiting)
-    return evolve(sched, waiting=waiting, weights_version=weights_version)
+    return evolve(sched, waiting=waiting, weights_version=weights_version, uncached=frozenset(sched.running))
 
 
 def _admitted(sched: SchedState, state: BatchState, request_id: str) -> bool:

@@ -158,7 +158,13 @@ def load_request(
     if computed:
         kv = kv.filled(_slots(state.plan, blocks, computed), saved.layers)
     running, preempted = ((name,), ()) if computed else ((), (name,))
-    sched = evolve(sched, pools=pools, running=sched.running + running, preempted=sched.preempted + preempted)
+    sched = evolve(
+        sched,
+        pools=pools,
+        running=sched.running + running,
+        preempted=sched.preempted + preempted,
+        uncached=sched.uncached.union(running),
+    )
     return BatchState(state.plan, rows, kv.line, kv.epoch), sched, kv
 
 

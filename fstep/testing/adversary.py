@@ -79,6 +79,7 @@ def adversarial_schedule(sched: SchedState, state: BatchState, choose: Choose) -
         preempted=tuple(name for name in (*wishes.victims, *sched.preempted) if name not in (*gone, *resumed)),
         ending=tuple(each for each in sched.ending if each.request_id not in gone),
         weights_version=sched.weights_version,
+        uncached=sched.uncached.intersection(wishes.stay),
     )
 
 

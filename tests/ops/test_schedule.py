@@ -309,6 +309,24 @@ def test_new_weights_find_nothing_of_the_old_ones():
         ops.reweigh(run.sched, 1)
 
 
+def test_a_block_that_two_weights_filled_is_not_found():
+    run = Run(20, caching=True)
+    run.add("a", 3, max_tokens=9)
+    run.step()
+    run.sched = ops.reweigh(run.sched, 1)
+    run.state, run.sched = ops.fork(run.state, run.sched, "a", 1)
+    run.step()
+    run.step()  # the first block of both is full by now
+    assert run.sched.pools[0].hashes == {}
+    assert run.sched.uncached == {"a", "a#1"}
+    run.add("b", 9)
+    run.step()
+    while ops.has_work(run.sched, run.state):
+        run.step()
+    assert run.sched.uncached == frozenset()
+    assert len(run.sched.pools[0].hashes) == 3
+
+
 def test_a_request_that_waits_while_the_weights_change_gets_new_hashes():
     run = Run(20, caching=True, max_num_seqs=1)
     run.add("a", 9, max_tokens=1)
