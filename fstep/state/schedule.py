@@ -150,9 +150,7 @@ class SchedState:
     ending: tuple[Finished, ...] = ()  #: admitted requests to be finished by the next schedule
     copies: tuple[I32, ...] = ()  #: one a KV group, [n, 2]: what the next schedule asks to copy; () is none
     weights_version: int = 0  #: what is computed from now on is computed with these weights
-    uncached: frozenset[str] = (
-        frozenset()
-    )  #: running requests with keys and values of other weights: nobody may find them
+    uncached: frozenset[str] = frozenset()  #: running requests whose KV is of other weights too: nobody may find it
 
     def filled_from(self, group: int, block: int) -> int:
         """Where what is to be in a block lies by now: in its source, if it is still to be copied."""

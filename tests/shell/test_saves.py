@@ -90,6 +90,7 @@ def test_it_goes_on_where_it_was(busy):
     there.step()
     load(there, saved, "c")
     assert there.sched.running == ("b", "c")
+    assert there.sched.uncached == {"c"}
     report = there.step()
     assert report.schedule.num_scheduled_tokens.tolist() == [1, 1]
     got = [token for event in report.events if event.request_id == "c" for token in event.token_ids]
