@@ -62,9 +62,7 @@ class KVGroup:
     num_blocks: int  #: with the null block 0, which is never allocated
     block_size: int  #: tokens
     layers: tuple[int, ...] = ()
-    recurrent: bool = (
-        False  #: cells are made of earlier ones, so a forward can't read what another request writes in it
-    )
+    recurrent: bool = False  #: cells are made of earlier ones, which a forward can't read where it writes them
     kind: KVKind = field(factory=FullAttention)  #: what of its tokens a request still needs
     attention: tuple[AttentionGroup, ...] = ()  #: empty: one, of all its layers
 

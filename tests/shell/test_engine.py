@@ -80,6 +80,20 @@ def test_preemption_is_counted_and_changes_no_token():
     assert (roomy.figures.preemptions, tight.figures.preemptions > 0) == (0, True)
     assert tight.figures.peak_blocks <= 5
     assert tight.figures.output_tokens == 32
+    assert tight.figures.cached_tokens == 0  # what a request finds again of its own is no hit
+
+
+def test_what_the_prefix_cache_gave_is_counted():
+    engine = toy_engine(num_blocks=64, block_size=4)
+    prompt = list(range(1, 11))
+    first, again = (engine.generate([prompt], evolve(GREEDY, max_tokens=3)) for _ in range(2))
+    assert first[0].token_ids == again[0].token_ids
+    assert (engine.figures.prompt_tokens, engine.figures.cached_tokens) == (20, 8)
+    without = toy_engine(num_blocks=64, block_size=4, enable_prefix_caching=False)
+    assert [without.generate([prompt], evolve(GREEDY, max_tokens=3))[0].token_ids for _ in range(2)][1] == first[
+        0
+    ].token_ids
+    assert without.figures.cached_tokens == 0
 
 
 def test_abort_in_every_phase_is_one_end(engine):
