@@ -166,7 +166,7 @@ class RunnerMachine(RuleBasedStateMachine):
         with self._noted(self._first_line):
             self.checked = Checked(self.make(**self.config), self.patience)
 
-    @rule(number=st.integers(0, len(NAMES) - 1), alike=st.sampled_from((0, 0, 0, 0.5, 1)), data=st.data())
+    @rule(number=st.integers(0, len(NAMES) - 1), alike=st.sampled_from((0, 1, 0.5, 1)), data=st.data())
     def add(self, number: int, alike: float, data: DataObject) -> None:
         drawn: NewRequest = data.draw(self._drawn)
         free = [name for name in NAMES if name not in self._open()]
