@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 from attrs import field, frozen
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from hypothesis.strategies import DataObject, SearchStrategy
 
 from fstep.state import NewRequest
@@ -44,6 +44,11 @@ class Findings:
     counts: Counter[str] = field(factory=Counter[str])  #: of steps, requests, tokens, …, over all examples
     events: Counter[str] = field(factory=Counter[str])  #: examples that contained each event
     unseen: tuple[str, ...] = ()  #: what the runner doesn't report
+
+    def __add__(self, other: Findings) -> Findings:
+        """What two searches of the same runner contained together."""
+        counts, events = self.counts + other.counts, self.events + other.events
+        return Findings(self.examples + other.examples, counts, events, self.unseen)
 
     def share(self, event: str) -> float:
         """The share of the examples that contained an event."""
@@ -183,22 +188,19 @@ class RunnerMachine(RuleBasedStateMachine):
         begin = self._newest[: int(share * len(self._newest))]
         return (begin + ids)[: max(len(ids), len(self._newest))] if begin else ids
 
-    @rule(count=st.sampled_from((1, 1, 2, 3)))
-    def step(self, count: int) -> None:
+    @rule(count=st.sampled_from((1, 1, 2, 3)), abort_preempted=st.booleans())
+    def step(self, count: int, abort_preempted: bool) -> None:
+        """Some steps; few requests are preempted when an abort comes, so one may come as soon as one is."""
         for _ in range(count):
             if self._runner().has_unfinished():
                 with self._noted(lambda: "runner.step()"):
                     self._runner().step()
+                if abort_preempted:
+                    self._abort(self._preempted(), 0)
 
     @rule(number=st.integers(0, len(NAMES) - 1))
     def abort(self, number: int) -> None:
         self._abort(sorted(self._open()), number)
-
-    @precondition(lambda self: bool(self._preempted()))
-    @rule(number=st.integers(0, len(NAMES) - 1))
-    def abort_preempted(self, number: int) -> None:
-        """A rule of its own, since few are preempted when an abort comes."""
-        self._abort(self._preempted(), number)
 
     def _abort(self, names: list[str], number: int) -> None:
         if names:

@@ -1,5 +1,8 @@
 """fstep's own step, driven by the state machine that anybody may aim at an engine of their own."""
 
+from functools import reduce
+from operator import add
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from fstep.testing import StepRunner, adversary
 from fstep.testing.machine import check_runner
 from fstep.testing.strategies import choices, limits, plans
 
+SEARCHES = 16  #: one by itself has events in clumps, since each example is a variation of others
 GROUPS = {"one group": (0,), "two groups": (0, 1, 0)}
 
 
@@ -19,13 +23,13 @@ def under_an_adversary(plan, limits, choices):
 @pytest.mark.parametrize("layer_groups", GROUPS.values(), ids=GROUPS)
 def test_nothing_breaks_the_step(layer_groups, findings):
     """First come, first served where no choices are drawn; and no event is rare, see `fstep.testing.events`."""
-    found = check_runner(
-        under_an_adversary,
-        configs={"plan": plans(layer_groups, 14), "limits": limits(), "choices": st.just(b"") | choices()},
-        examples=4 * settings().max_examples,
-        patience=40,
-        random_seed=2 if settings().max_examples <= 100 else None,  # rare events come in clumps: some seeds have none
-    )
+    made = {"plan": plans(layer_groups, 14), "limits": limits(), "choices": st.just(b"") | choices()}
+    each = round(0.3 * settings().max_examples)
+    searches = [
+        check_runner(under_an_adversary, configs=made, examples=each, patience=40, random_seed=number)
+        for number in range(SEARCHES)
+    ]
+    found = reduce(add, searches)
     findings(found)
     assert found.unseen == ()
     found.check_events()
