@@ -102,7 +102,7 @@ def test_a_planted_fault_is_found_shrunk_and_printed(fault):
         check_runner(fault, examples=300, random_seed=1)
     (note,) = caught.value.__notes__
     script = note.split("\n\n", 1)[1]
-    assert script.count("runner.add(") <= 5
+    assert script.count("runner.add(") <= 6
     with pytest.raises(type(caught.value), match=re.escape(str(caught.value))):
         exec(script, {fault.__name__: fault})
 
