@@ -131,9 +131,16 @@ def _generate(model: Any) -> Way:
 
 
 def _generate_batch(model: Any) -> Way:
+    """With a cache of the size that the requests need: otherwise it takes most of the memory, and clears that first."""
+    from transformers import ContinuousBatchingConfig
+
     def run(prompts: list[list[int]], new_tokens: int) -> Tokens:
+        pages = len(prompts) * (1 + (len(prompts[0]) + new_tokens) // 256)
+        cache = ContinuousBatchingConfig(page_size=256, num_blocks=pages + 1, max_batch_tokens=2048)
         with torch.inference_mode():
-            made = model.generate_batch(prompts, generation_config=_greedy(new_tokens), progress_bar=False)
+            made = model.generate_batch(
+                prompts, generation_config=_greedy(new_tokens), continuous_batching_config=cache, progress_bar=False
+            )
         outputs = sorted(made.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
         return [tuple(output.generated_tokens) for output in outputs]
 

@@ -30,9 +30,10 @@ import numpy as np
 from attrs import evolve, frozen
 
 from fstep import ops
+from fstep.ops.checks import LEVELS, level
 from fstep.state import BatchState, KVGroup, NewRequest, Plan, Sampled, SamplingParams, SchedLimits, SchedState
 
-PHASES = ("schedule", "prepare", "pad", "build_meta", "commit")
+PHASES = ("schedule", "prepare", "pad", "build_meta", "check", "commit")
 BLOCK_SIZE = 16
 LONG, SHORT = 131_072, 2_048
 
@@ -47,11 +48,12 @@ class Load:
     max_model_len: int = SHORT
     num_blocks: int = 0  #: 0 is what the requests need
     chunk: int = 0  #: tokens of a prompt that is prefilled beside the decodes
+    check: str = "cheap"  #: of `ops.checks.LEVELS`; "cheap" is an engine's default
 
 
 def run(load: Load, steps: int, seed: int = 0) -> dict[str, list[float]]:
     """Milliseconds of each phase, of `prepare` to `build_meta` together, and of the whole step, step by step."""
-    rng = np.random.default_rng(seed)
+    rng, check = np.random.default_rng(seed), level(load.check)
     needed = load.decodes * ((load.history + steps + 1) // BLOCK_SIZE + 1) + load.chunk * (steps + 2) // BLOCK_SIZE
     plan = Plan(1000, load.max_model_len, (KVGroup(max(load.num_blocks, needed) + 2, BLOCK_SIZE),))
     state = BatchState.empty(plan)
@@ -76,6 +78,8 @@ def run(load: Load, steps: int, seed: int = 0) -> dict[str, list[float]]:
         state = ops.pad(state)
         mark()
         state = ops.build_meta(state)
+        mark()
+        check(sched, state)
         mark()
         size = len(todo.request_ids)
         got = Sampled(tokens[step, :size], np.ones(size, np.int32), np.zeros(size, np.int32))
@@ -122,6 +126,11 @@ def growth(steps: int) -> dict[str, dict[int, float]]:
         what: {grown(what, load): statistics.median(run(load, steps)["step"]) for load in loads}
         for what, loads in GROWTH.items()
     }
+
+
+def check_prices(steps: int) -> dict[str, float]:
+    """Milliseconds that the check of a step takes, the median, by its level."""
+    return {name: statistics.median(run(Load(check=name), steps)["check"]) for name in LEVELS}
 
 
 def print_growth(steps: int, medians: dict[str, dict[int, float]]) -> None:
@@ -183,10 +192,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{decodes:>8}" + "".join(f"{cell:>20}" for cell in [*cells, f"{ratio:.2f}"]))
     medians = growth(20 if options.quick else 100)
     print_growth(20 if options.quick else 100, medians)
+    prices = check_prices(20 if options.quick else 100)
+    listed = ", ".join(f"{name} {spent:.3f}" for name, spent in prices.items())
+    print(f"\nwhat the check of a step of 256 decodes takes, by its level, milliseconds: {listed}")
     if options.plot:
         plot_growth(options.plot, medians)
     if options.json:
-        made = {**_as_json(figures, names), "growth_step_ms": medians}
+        made = {**_as_json(figures, names), "growth_step_ms": medians, "check_ms": prices}
         options.json.write_text(json.dumps(made, indent=1) + "\n")
     return 0
 

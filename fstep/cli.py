@@ -30,6 +30,7 @@ from attrs import frozen
 
 from fstep import __version__
 from fstep.models.demo import demo_model
+from fstep.ops.checks import LEVELS
 from fstep.state import (
     CacheConfig,
     CheckpointError,
@@ -78,7 +79,8 @@ def _generate(args: argparse.Namespace, load: Load) -> int:
     limits, cache = _given(args, SchedLimits), _given(args, CacheConfig)
     for cls, given in ((SchedLimits, limits), (CacheConfig, cache)):
         cls(**given)  # raises before torch and the model are loaded
-    engine = load(args.model or demo_model(), args.threads, limits | cache)
+    check = {"check": args.check} if args.check else {}
+    engine = load(args.model or demo_model(), args.threads, limits | cache | check)
     with _view(args, entries) as view, _interrupts() as interrupted:
         run = _Run(engine, view, entries, args.chat)
         code = run.to_its_end(interrupted)
@@ -107,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     engine = generate.add_argument_group("engine")
     _add_fields(engine, SchedLimits)
     _add_fields(engine, CacheConfig)
+    about = "what is checked of each step before it runs (default: cheap)"
+    engine.add_argument("--check", choices=tuple(LEVELS), help=about)
     engine.add_argument("--threads", type=_whole, metavar="N", help="CPU threads (default: torch's choice)")
     return parser
 

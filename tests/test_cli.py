@@ -138,14 +138,14 @@ def test_options_reach_the_engine_as_they_are_meant():
     engine, opens = WordEngine(), []
     sampling = "--temperature 0.5 --top-p 0.9 --top-k -1 --min-p 0.1 --seed 18446744073709551615 --max-tokens 3"
     stops = "--stop 'a b' --stop c --stop-token-ids 7 --stop-token-ids 8 --ignore-eos"
-    limits = "--max-num-seqs 2 --long-prefill-token-threshold 5 --block-size 8 --num-blocks 99 --threads 1"
+    limits = "--max-num-seqs 2 --long-prefill-token-threshold 5 --block-size 8 --num-blocks 99 --threads 1 --check full"
     argv = ["generate", "hi", "--model", "m", *shlex.split(f"{sampling} {stops} {limits}")]
     assert cli.main(argv, load=opened(engine, opens)) == 0
     assert engine.added == [
         ("hi", SamplingParams(0.5, 0.9, -1, 0.1, 2**64 - 1, 3, ["a b", "c"], [7, 8], True), "0", True)
     ]
     settings = {"max_num_seqs": 2, "long_prefill_token_threshold": 5, "block_size": 8, "num_blocks": 99}
-    assert opens == [(Path("m"), 1, settings)]
+    assert opens == [(Path("m"), 1, settings | {"check": "full"})]
 
 
 def test_without_options_the_defaults_are_those_of_the_classes():

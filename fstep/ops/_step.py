@@ -11,6 +11,7 @@ from fstep.ops._pad import pad
 from fstep.ops._prepare import prepare
 from fstep.ops._sample import sample
 from fstep.ops._schedule import schedule
+from fstep.ops.checks import Check, check_nothing
 from fstep.state import KV, BatchState, Env, RowEvent, Sampled, SchedState, Schedule
 
 
@@ -28,12 +29,15 @@ def step(
     return state, sched, kv, todo, events
 
 
-def launch(state: BatchState, sched: SchedState, env: Env, kv: KV) -> tuple[BatchState, SchedState, KV]:
-    """The first half of a step, from `schedule` to `forward`."""
+def launch(
+    state: BatchState, sched: SchedState, env: Env, kv: KV, check: Check = check_nothing
+) -> tuple[BatchState, SchedState, KV]:
+    """The first half of a step, from `schedule` to `forward`; what `check` refuses never reaches the cache."""
     todo, sched = schedule(sched, state)
     state = prepare(state, todo)
     state = pad(state)
     state = build_meta(state)
+    check(sched, state)
     state, kv = forward(state, env, kv)
     return state, sched, kv
 

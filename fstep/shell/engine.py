@@ -103,15 +103,17 @@ class Engine:
         device: Device | None = None,
         limits: SchedLimits | None = None,
         cache: CacheConfig | None = None,
+        check: str = "cheap",
         **settings: int | str | None,
     ) -> Engine:
         """An engine for a Hugging Face folder (config.json and safetensors) or a GGUF file.
 
-        `settings` are fields of `SchedLimits` and `CacheConfig` by name (`max_num_seqs=8, num_blocks=512`). Raises
+        `settings` are fields of `SchedLimits` and `CacheConfig` by name (`max_num_seqs=8, num_blocks=512`). `check`
+        says how much of each step is checked: "full", "cheap" or "off" (see `Runner`). Raises
         `CheckpointError` if the model can't be read, `ConfigError` for a setting out of its range.
         """
         limits, cache = _configured(limits or SchedLimits(), cache or CacheConfig(), settings)
-        return cls.from_checkpoint(load_checkpoint(Path(path)), device, limits, cache)
+        return cls.from_checkpoint(load_checkpoint(Path(path)), device, limits, cache, check)
 
     @classmethod
     def from_checkpoint(
@@ -120,6 +122,7 @@ class Engine:
         device: Device | None = None,
         limits: SchedLimits | None = None,
         cache: CacheConfig | None = None,
+        check: str = "cheap",
     ) -> Engine:
         """An engine for a model that is in memory already."""
         device, limits, cache = device or CpuDevice(), limits or SchedLimits(), cache or CacheConfig()
@@ -127,7 +130,7 @@ class Engine:
         plan = plan_for(model, cache, limits, checkpoint.eos_token_ids)
         kv = new_kv(plan, model.kv_specs(), device)
         params = placed(checkpoint.params, device.kernels)
-        return cls(Runner(Env(model, params, device), plan, limits, kv), checkpoint.tokenizer)
+        return cls(Runner(Env(model, params, device), plan, limits, kv, check), checkpoint.tokenizer)
 
     @property
     def state(self) -> BatchState:

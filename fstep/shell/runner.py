@@ -7,6 +7,7 @@ import secrets
 from attrs import evolve, frozen
 
 from fstep import ops
+from fstep.ops import checks
 from fstep.state import (
     KV,
     BatchState,
@@ -37,9 +38,13 @@ class Runner:
     `state`, `sched` and `kv` are values, and may be read, kept or replaced between steps (all three together). If a
     step raises, `state` and `sched` are what they were before it, and the step can be tried again. When the model had
     run already, so that the cache is ahead of the state, the next step prefills the requests' tokens anew.
+
+    Before each forward the step is checked (`ops.checks.LEVELS`: "full", "cheap" or "off"); a `CheckError` is a fault
+    of whoever scheduled it.
     """
 
-    def __init__(self, env: Env, plan: Plan, limits: SchedLimits, kv: KV) -> None:
+    def __init__(self, env: Env, plan: Plan, limits: SchedLimits, kv: KV, check: str = "cheap") -> None:
+        self._check = checks.level(check)
         self.env = env
         self.kv = kv
         self.state = BatchState.empty(plan, kv.line, kv.epoch)
@@ -77,7 +82,7 @@ class Runner:
         """One step of all requests."""
         if self.state.kv_epoch != self.kv.epoch:  # a step raised after its forward
             self.state, self.sched = ops.revive(self.state, self.sched, self.kv)
-        launched, sched, self.kv = ops.launch(self.state, self.sched, self.env, self.kv)
+        launched, sched, self.kv = ops.launch(self.state, self.sched, self.env, self.kv, self._check)
         self.state, events = ops.collect(launched, self.env)
         self.sched = sched
         report = StepReport(launched.need_step("step").schedule, events, self.state)

@@ -4,6 +4,7 @@ from fstep.state.arrays import F32, I8, I32, I64, U32, U64, Bool, Intp, Ragged, 
 from fstep.state.batch import BatchState, RowEvent
 from fstep.state.digest import digest
 from fstep.state.errors import (
+    CheckError,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -48,6 +49,7 @@ from fstep.state.rows import FinishReason, RequestIds, RowPhase, Rows
 from fstep.state.sampling import SamplingParams, SamplingRows
 from fstep.state.schedule import Finished, NewRequest, Resumed, SchedLimits, SchedState, Schedule, SchedulingPolicy
 from fstep.state.step import AttentionMeta, Inputs, Meta, Output, Padding, Sampled, SampleError, Step
+from fstep.state.views import BatchArrays, PoolView
 
 __all__ = [
     "DTYPE_BYTES",
@@ -61,12 +63,14 @@ __all__ = [
     "AttentionGroup",
     "AttentionMeta",
     "AttentionSpec",
+    "BatchArrays",
     "BatchDescriptor",
     "BatchState",
     "BlockPool",
     "Bool",
     "CacheConfig",
     "CacheKey",
+    "CheckError",
     "CheckpointError",
     "ChunkedLocal",
     "ConfigError",
@@ -101,6 +105,7 @@ __all__ = [
     "Padding",
     "PhaseError",
     "Plan",
+    "PoolView",
     "Ragged",
     "RequestError",
     "RequestIds",

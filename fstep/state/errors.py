@@ -58,6 +58,15 @@ class DonatedError(FstepError, RuntimeError):
     """A KV handle that was given to `forward` already; the handle that `forward` returned took its place."""
 
 
+class CheckError(FstepError, AssertionError):
+    """An invariant that doesn't hold: `invariant` is its name, `where` the row or request, `field` what is wrong."""
+
+    def __init__(self, invariant: str, where: str, field: str, expected: object, actual: object) -> None:
+        self.invariant, self.where, self.field = invariant, where, field
+        self.expected, self.actual = expected, actual
+        super().__init__(f"{invariant}: {where}: {field} is {actual}, expected {expected}")
+
+
 class CheckpointError(FstepError, ValueError):
     """A checkpoint that can't be read: names the file and, where it applies, the tensor or the field."""
 

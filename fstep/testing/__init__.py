@@ -11,12 +11,7 @@
 Imports without torch.
 """
 
-from fstep.testing.adversary import Choose, Scheduler, adversarial_schedule, adversary
-from fstep.testing.checked import Checked
-from fstep.testing.checks import (
-    BatchArrays,
-    CheckError,
-    PoolView,
+from fstep.ops.checks import (
     arrays_of,
     check_batch,
     check_conservation,
@@ -26,17 +21,16 @@ from fstep.testing.checks import (
     check_query_start_loc,
     check_rows,
     check_rows_stay,
-    check_same,
     check_seq_lens,
     check_slots,
     check_state,
     check_tables,
-    guarded,
-    poison,
     pools_of,
-    snapshot,
-    still_cached,
 )
+from fstep.state import BatchArrays, CheckError, PoolView
+from fstep.testing.adversary import Choose, Scheduler, adversarial_schedule, adversary
+from fstep.testing.checked import Checked
+from fstep.testing.checks import check_same, guarded, poison, snapshot, still_cached
 from fstep.testing.code import as_code
 from fstep.testing.drive import (
     Answer,

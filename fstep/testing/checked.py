@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from fstep.state import NewRequest
-from fstep.testing.checks import (
-    BatchArrays,
-    CheckError,
+from fstep.ops.checks import (
     check_conservation,
     check_held,
     check_logits_indices,
@@ -21,6 +18,7 @@ from fstep.testing.checks import (
     check_seq_lens,
     check_slots,
 )
+from fstep.state import BatchArrays, CheckError, NewRequest
 from fstep.testing.events import Seen, events_in
 from fstep.testing.lives import Life, Lives, after_abort, after_add, after_step, check_answer, scheduled, turns
 from fstep.testing.runner import KnowsAnswers, Runner, StepReport

@@ -14,10 +14,12 @@ import numpy as np
 from attrs import field, frozen
 
 from fstep import ops
+from fstep.ops.checks import check_batch, check_rows_stay, check_state
 from fstep.state import (
     F32,
     KV,
     BatchState,
+    CheckError,
     Env,
     Finished,
     FinishReason,
@@ -31,7 +33,7 @@ from fstep.state import (
     Schedule,
 )
 from fstep.testing.adversary import Scheduler, adversary
-from fstep.testing.checks import CheckError, check_batch, check_rows_stay, check_state, guarded, poison, still_cached
+from fstep.testing.checks import guarded, poison, still_cached
 from fstep.testing.reference import reference_tokens
 
 if TYPE_CHECKING:

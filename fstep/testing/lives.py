@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from attrs import evolve, frozen
 
-from fstep.state import NewRequest, Schedule
-from fstep.testing.checks import BatchArrays, CheckError
+from fstep.state import BatchArrays, CheckError, NewRequest, Schedule
 from fstep.testing.runner import Output, StepReport
 
 

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from fstep.state import NewRequest
+from fstep.state import CheckError, NewRequest
 from fstep.testing.checked import OPTIONAL, Checked
-from fstep.testing.checks import CheckError
 from fstep.testing.code import as_code, names_in
 from fstep.testing.events import EVENTS
 from fstep.testing.lives import LifePhase, Lives

@@ -16,23 +16,26 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from fstep import ops
+from fstep.ops.checks import arrays_of, pools_of
 from fstep.state import (
     F32,
     I32,
     KV,
+    BatchArrays,
     BatchState,
+    CheckError,
     Env,
     FinishReason,
     KVGroup,
     NewRequest,
     Plan,
+    PoolView,
     RowEvent,
     SchedLimits,
     SchedState,
     Schedule,
 )
 from fstep.testing.adversary import Scheduler
-from fstep.testing.checks import BatchArrays, CheckError, PoolView, arrays_of, pools_of
 from fstep.testing.drive import GUARD_EVERY, Moment, checked_step
 from fstep.testing.hash_models import HashModel, cell_of, hashes_of, logits_of
 from fstep.testing.reference import reference_tokens
