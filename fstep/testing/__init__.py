@@ -5,6 +5,7 @@
 - `check_…`, `poison`, `guarded`: the invariants, on plain arrays, on states, around functions.
 - `Runner`, `StepReport`: the protocol of what the kit can drive; `StepRunner` is fstep's own step as one, `HashCache` a
   model for an engine that has none.
+- `INVARIANTS`: what is promised, and which check holds each promise.
 - `play`, `checked_step`, `adversarial_schedule`: scripts run against a scheduler, every check on.
 - `fstep.testing.strategies`: Hypothesis strategies for the scripts; imported by name, since it needs `hypothesis`.
 
@@ -43,12 +44,28 @@ from fstep.testing.drive import (
 )
 from fstep.testing.events import EVENTS, Event, Seen, events_in
 from fstep.testing.hash_models import HashModel, RollingModel
+from fstep.testing.invariants import (
+    INVARIANTS,
+    Invariant,
+    check_forks,
+    check_hit,
+    check_isolated,
+    check_padding,
+    check_permuted,
+    check_persistent,
+    check_preempted,
+    check_repeated,
+    check_split,
+    replay,
+    tokens_to_the_end,
+)
 from fstep.testing.lives import Life, LifePhase, Turn, check_answer
 from fstep.testing.reference import reference_token, reference_tokens
 from fstep.testing.runner import HashCache, KnowsAnswers, Output, Runner, StepOutput, StepReport, StepRunner, report_of
 
 __all__ = [
     "EVENTS",
+    "INVARIANTS",
     "Answer",
     "BatchArrays",
     "CheckError",
@@ -57,6 +74,7 @@ __all__ = [
     "Event",
     "HashCache",
     "HashModel",
+    "Invariant",
     "KnowsAnswers",
     "Life",
     "LifePhase",
@@ -80,15 +98,24 @@ __all__ = [
     "check_answer",
     "check_batch",
     "check_conservation",
+    "check_forks",
     "check_held",
+    "check_hit",
+    "check_isolated",
     "check_limits",
     "check_logits_indices",
+    "check_padding",
+    "check_permuted",
+    "check_persistent",
+    "check_preempted",
     "check_query_start_loc",
+    "check_repeated",
     "check_rows",
     "check_rows_stay",
     "check_same",
     "check_seq_lens",
     "check_slots",
+    "check_split",
     "check_state",
     "check_tables",
     "checked_step",
@@ -99,8 +126,10 @@ __all__ = [
     "pools_of",
     "reference_token",
     "reference_tokens",
+    "replay",
     "report_of",
     "snapshot",
     "still_cached",
+    "tokens_to_the_end",
     "what_happened",
 ]

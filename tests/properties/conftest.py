@@ -1,10 +1,8 @@
 """What the properties share: a device, a model on a cache, and settings that grow with the profile."""
 
 import pytest
-from attrs import evolve
 from hypothesis import settings
 
-from fstep import ops
 from fstep.shell.cpu import CpuDevice
 from fstep.shell.kv import new_kv
 from fstep.state import Env
@@ -30,21 +28,3 @@ def examples():
     """Settings for so many examples in the default profile, more in a longer one."""
     factor = settings().max_examples / 100
     return lambda count, **more: settings(max_examples=round(count * factor), **more)
-
-
-@pytest.fixture(scope="session")
-def replay():
-    """A step of a run once more, on a clone of the cache from before it: `(forwarded, kv)`.
-
-    `todo` replaces its schedule; `change(kv, prepared)` may alter the cache before the forward.
-    """
-
-    def once_more(env, moment, clone, todo=None, change=None, **plan):
-        state = ops.adopt(moment.before, clone)
-        state = evolve(state, plan=evolve(state.plan, **plan))
-        prepared = ops.build_meta(ops.pad(ops.prepare(state, todo or moment.schedule)))
-        if change:
-            change(clone, prepared)
-        return ops.forward(prepared, env, clone)
-
-    return once_more

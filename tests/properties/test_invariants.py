@@ -14,18 +14,27 @@ from hypothesis import strategies as st
 
 from fstep import ops
 from fstep.ops import prefix
-from fstep.state import CacheKey, DonatedError, Ragged, StaleStateError, i32
+from fstep.state import CacheKey, RowPhase
 from fstep.testing import (
     HashModel,
     RollingModel,
     adversarial_schedule,
     check_against_reference,
+    check_forks,
+    check_hit,
+    check_isolated,
     check_limits,
-    check_same,
+    check_padding,
+    check_permuted,
+    check_persistent,
+    check_preempted,
+    check_repeated,
+    check_split,
     play,
-    poison,
 )
 from fstep.testing.strategies import captures, permutations, scripts
+
+ALIVE = (RowPhase.RUNNING, RowPhase.PREEMPTED)
 
 #: By name: how a model is made for a plan, and the scripts for it.
 MODELS = {
@@ -97,16 +106,8 @@ def test_i2_each_phase_gives_the_same_bits_again(kind, start, examples, tally):
         handles = [kv]
 
         def again(moment):
-            scheduled = ops.schedule(moment.sched_before, moment.before)
-            check_same("I2", "schedule()", scheduled, (moment.schedule, moment.sched))
-            check_host_phases_again("I2", moment)
-            with pytest.raises(DonatedError):
-                ops.forward(moment.prepared, env, handles[-1])
-            repeated, kv = ops.forward(moment.prepared, env, moment.kv)
-            check_same("I2", "forward()", repeated, moment.forwarded)
-            check_same("I2", "sample()", ops.sample(moment.forwarded, env), moment.sampled)
-            handles.append(kv)
-            return kv
+            handles.append(check_repeated(moment, env, donated=handles[-1]))
+            return handles[-1]
 
         tally.update(play(script, env, kv, watch=again).counts)
 
@@ -114,14 +115,7 @@ def test_i2_each_phase_gives_the_same_bits_again(kind, start, examples, tally):
     at_least(tally, steps=80, preemptions=1)
 
 
-def check_host_phases_again(invariant, moment):
-    prepared = ops.build_meta(ops.pad(ops.prepare(moment.before, moment.schedule)))
-    check_same(invariant, "prepare(), pad(), build_meta()", prepared, moment.prepared)
-    after = ops.commit(moment.sampled, moment.got)
-    check_same(invariant, "commit()", after, (moment.after, moment.events))
-
-
-def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples, replay, tally):
+def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples, tally):
     """The phases on the host and `sample` give their bits; `forward` does on a clone made then, and refuses others."""
     make, some = kind
 
@@ -137,12 +131,7 @@ def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples,
                 return
             (_, clone), (old, _) = kept[0], kept[1]
             tally["looks_back"] += 1
-            check_host_phases_again("I3", old)
-            check_same("I3", "sample()", ops.sample(old.forwarded, env), old.sampled)
-            forwarded, _ = replay(env, old, clone)
-            check_same("I3", "forward() on a clone", forwarded.step.output, old.forwarded.step.output)
-            with pytest.raises(StaleStateError, match=r"kv\.clone\(\).*revive"):
-                ops.forward(old.prepared, env, moment.kv)
+            check_persistent(old, env, clone, moment.kv)
 
         tally.update(play(script, env, kv, watch=look_back).counts)
 
@@ -150,7 +139,7 @@ def test_i3_a_state_from_ten_steps_ago_gives_what_it_gave(kind, start, examples,
     at_least(tally, looks_back=60, steps=100, preemptions=8)
 
 
-def test_i8_padding_changes_no_bit(kind, start, examples, replay, tally):
+def test_i8_padding_changes_no_bit(kind, start, examples, tally):
     """The same step padded to another shape, or to none."""
     make, some = kind
 
@@ -161,8 +150,7 @@ def test_i8_padding_changes_no_bit(kind, start, examples, replay, tally):
         clones = [kv.clone()]
 
         def pad_otherwise(moment):
-            forwarded, _ = replay(env, moment, clones.pop(), change=poison, capture=capture)
-            check_same("I8", "logits", forwarded.step.output, moment.forwarded.step.output)
+            forwarded = check_padding(moment, env, clones.pop(), capture=capture)
             sizes = {each.step.padding.descriptor for each in (forwarded, moment.forwarded)}
             tally["steps_of_two_sizes"] += len(sizes) == 2
             clones.append(moment.kv.clone())
@@ -173,7 +161,7 @@ def test_i8_padding_changes_no_bit(kind, start, examples, replay, tally):
     at_least(tally, steps=100, steps_of_two_sizes=20)
 
 
-def test_i9_permuting_the_requests_permutes_the_outputs(kind, start, examples, replay, tally):
+def test_i9_permuting_the_requests_permutes_the_outputs(kind, start, examples, tally):
     make, some = kind
 
     @examples(20)
@@ -190,27 +178,12 @@ def test_i9_permuting_the_requests_permutes_the_outputs(kind, start, examples, r
                 return
             order = data.draw(permutations(size))
             tally["permuted_steps"] += 1
-            forwarded, _ = replay(env, moment, clone, permuted(moment.schedule, order))
-            logits = moment.forwarded.step.output.logits[order.tolist()]
-            check_same("I9", "logits", forwarded.step.output.logits, logits)
-            sampled = ops.sample(forwarded, env)
-            after, events = ops.commit(sampled, ops.fetch(sampled, env))
-            check_same("I9", "rows", after.rows, moment.after.rows)
-            check_same("I9", "events", sorted(events), sorted(moment.events))
+            check_permuted(moment, env, clone, order)
 
         tally.update(play(script, env, kv, watch=permute).counts)
 
     holds()
     at_least(tally, permuted_steps=25)
-
-
-def permuted(schedule, order):
-    return evolve(
-        schedule,
-        request_ids=tuple(schedule.request_ids[b] for b in order),
-        num_scheduled_tokens=i32(schedule.num_scheduled_tokens[order]),
-        new_blocks=tuple(Ragged.of([each[b] for b in order]) for each in schedule.new_blocks),
-    )
 
 
 def test_i10_any_split_of_a_prompt_gives_the_same_tokens(kind, start, examples, tally):
@@ -226,6 +199,31 @@ def test_i10_any_split_of_a_prompt_gives_the_same_tokens(kind, start, examples, 
 
     holds()
     at_least(tally, partial_prompts=12, continued_prompts=4)
+
+
+def test_i10_the_two_halves_of_a_chunk_give_what_the_whole_gives(kind, start, examples, tally):
+    make, some = kind
+
+    @examples(20)
+    @given(some(adversarial=True), st.data())
+    def holds(script, data):
+        env, kv = start(make(script.plan), script.plan)
+        clones = [kv.clone()]
+
+        def halve(moment):
+            clone = clones.pop()
+            clones.append(moment.kv.clone())
+            counts = moment.schedule.num_scheduled_tokens.tolist()
+            longer = [b for b, count in enumerate(counts) if count > 1]
+            if longer:
+                b = data.draw(st.sampled_from(longer))
+                check_split(moment, env, clone, b, data.draw(st.integers(1, counts[b] - 1)))
+                tally["halved_steps"] += 1
+
+        tally.update(play(script, env, kv, watch=halve).counts)
+
+    holds()
+    at_least(tally, halved_steps=40)
 
 
 def with_cuts(cuts):
@@ -303,7 +301,37 @@ def test_i12_a_cached_block_holds_what_its_hash_says(start, examples, tally):
     at_least(tally, runs=60, prefix_hits=30, preemptions=5)
 
 
-def test_i17_a_request_reads_no_block_but_its_own(kind, start, examples, replay, tally):
+def test_i11_i12_i19_from_any_state_to_the_end(start, examples, tally):
+    """At one step of a run: all preempted, a request that was there before once more, and copies of one beside all."""
+
+    @examples(25)
+    @given(scripts(adversarial=True), st.integers(0, 9), st.integers(0, 7), st.integers(1, 2))
+    def holds(script, step, which, n):
+        model = HashModel(script.plan.vocab_size, script.plan.max_model_len)
+        env, kv = start(model, script.plan)
+        left = [step]
+
+        def look(moment):
+            left[0] -= 1
+            if left[0] != -1:
+                return
+            state, sched = moment.after.detach(), moment.sched
+            check_preempted(state, sched, env, moment.kv)
+            _, request = script.arrivals[which % len(script.arrivals)]
+            check_hit(state, sched, env, moment.kv, evolve(request, request_id="once more"))
+            rows = state.rows
+            alive = [name for name, phase in zip(rows.request_ids, rows.phase, strict=True) if phase in ALIVE]
+            if alive:
+                check_forks(state, sched, env, moment.kv, alive[which % len(alive)], n)
+            tally.update(states_looked_at=1, states_forked=bool(alive))
+
+        tally.update(play(script, env, kv, watch=look).counts)
+
+    holds()
+    at_least(tally, states_looked_at=15, states_forked=10)
+
+
+def test_i17_a_request_reads_no_block_but_its_own(kind, start, examples, tally):
     """With NaN in the blocks of all others, its logits keep their bits."""
     make, some = kind
 
@@ -315,11 +343,9 @@ def test_i17_a_request_reads_no_block_but_its_own(kind, start, examples, replay,
         clones = [kv.clone() for _ in most]
 
         def look_alone(moment):
-            for b, name in enumerate(moment.schedule.request_ids):
-                forwarded, _ = replay(env, moment, clones[b], change=partial(poison, keep=(name,)))
+            for b in range(len(moment.schedule.request_ids)):
+                check_isolated(moment, env, clones[b], b)
                 tally["requests_alone"] += 1
-                logits = forwarded.step.output.logits[b]
-                check_same("I17", f"logits of {name!r}", logits, moment.forwarded.step.output.logits[b])
             clones[:] = [moment.kv.clone() for _ in most]
 
         tally.update(play(script, env, kv, watch=look_alone).counts)
