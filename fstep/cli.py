@@ -1,8 +1,8 @@
-"""The command line: `fstep generate` answers many prompts at once.
+"""The command line: `fstep generate` answers many prompts at once; `fstep trace` looks at runs (`fstep.cli_trace`).
 
 Torch and what reads a model are imported when the arguments are known to be good, so that a help text or a slip of
-the fingers costs no time. Exit codes: 0 all prompts were answered, 1 some failed, 2 nothing was generated (usage, a
-file, a setting, the checkpoint), 130 Ctrl-C, 141 the reader of standard output went away.
+the fingers costs no time. Exit codes: 0 all prompts were answered, 1 some failed or two runs part, 2 nothing was done
+(usage, a file, a setting, the checkpoint), 130 Ctrl-C, 141 the reader of standard output went away.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeAlias, ge
 import attrs
 from attrs import frozen
 
-from fstep import __version__
+from fstep import __version__, cli_trace
 from fstep.models.demo import demo_model
 from fstep.ops.checks import LEVELS
 from fstep.state import (
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
     args = _parser().parse_args(argv)
     _never_raise_on(sys.stdout)
     try:
-        code = _generate(args, load or _load)
+        code = args.run(args, load or _load)
         sys.stdout.flush()
     except BrokenPipeError:
         code = BROKEN_PIPE
@@ -79,8 +79,8 @@ def _generate(args: argparse.Namespace, load: Load) -> int:
     limits, cache = _given(args, SchedLimits), _given(args, CacheConfig)
     for cls, given in ((SchedLimits, limits), (CacheConfig, cache)):
         cls(**given)  # raises before torch and the model are loaded
-    check = {"check": args.check} if args.check else {}
-    engine = load(args.model or demo_model(), args.threads, limits | cache | check)
+    more = {name: given for name in ("check", "trace") if (given := getattr(args, name))}
+    engine = load(args.model or demo_model(), args.threads, limits | cache | more)
     with _view(args, entries) as view, _interrupts() as interrupted:
         run = _Run(engine, view, entries, args.chat)
         code = run.to_its_end(interrupted)
@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     about = "what is checked of each step before it runs (default: cheap)"
     engine.add_argument("--check", choices=tuple(LEVELS), help=about)
     engine.add_argument("--threads", type=_whole, metavar="N", help="CPU threads (default: torch's choice)")
+    about = "write the run to a file, line by line; fstep trace shows, replays and compares it"
+    engine.add_argument("--trace", type=Path, metavar="PATH", help=about)
+    generate.set_defaults(run=_generate)
+    about = "show, replay or compare runs that were written with --trace"
+    cli_trace.add_commands(commands.add_parser("trace", help=about, description=f"{about.capitalize()}."))
     return parser
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from attrs import define, evolve, fields, frozen
+from attrs import asdict, define, evolve, fields, frozen
 from numpy.typing import NDArray
 
 from fstep.models.checkpoint import Checkpoint, load_checkpoint, placed
@@ -19,6 +19,7 @@ from fstep.shell.detokenizer import Detokenizer
 from fstep.shell.kv import new_kv
 from fstep.shell.runner import Runner
 from fstep.shell.sizing import plan_for
+from fstep.shell.traced import TracedRunner
 from fstep.state import (
     KV,
     BatchState,
@@ -104,16 +105,18 @@ class Engine:
         limits: SchedLimits | None = None,
         cache: CacheConfig | None = None,
         check: str = "cheap",
+        trace: str | Path | None = None,
         **settings: int | str | None,
     ) -> Engine:
         """An engine for a Hugging Face folder (config.json and safetensors) or a GGUF file.
 
         `settings` are fields of `SchedLimits` and `CacheConfig` by name (`max_num_seqs=8, num_blocks=512`). `check`
-        says how much of each step is checked: "full", "cheap" or "off" (see `Runner`). Raises
-        `CheckpointError` if the model can't be read, `ConfigError` for a setting out of its range.
+        says how much of each step is checked: "full", "cheap" or "off" (see `Runner`). `trace` is a file that the run
+        is written to (see `fstep.shell.trace`). Raises `CheckpointError` if the model can't be read, `ConfigError` for
+        a setting out of its range.
         """
         limits, cache = _configured(limits or SchedLimits(), cache or CacheConfig(), settings)
-        return cls.from_checkpoint(load_checkpoint(Path(path)), device, limits, cache, check)
+        return cls.from_checkpoint(load_checkpoint(Path(path)), device, limits, cache, check, trace, str(path))
 
     @classmethod
     def from_checkpoint(
@@ -123,14 +126,22 @@ class Engine:
         limits: SchedLimits | None = None,
         cache: CacheConfig | None = None,
         check: str = "cheap",
+        trace: str | Path | None = None,
+        name: str = "",
     ) -> Engine:
-        """An engine for a model that is in memory already."""
+        """An engine for a model that is in memory already; `name` is how a trace calls it."""
         device, limits, cache = device or CpuDevice(), limits or SchedLimits(), cache or CacheConfig()
         model = checkpoint.model
         plan = plan_for(model, cache, limits, checkpoint.eos_token_ids)
         kv = new_kv(plan, model.kv_specs(), device)
         params = placed(checkpoint.params, device.kernels)
-        return cls(Runner(Env(model, params, device), plan, limits, kv, check), checkpoint.tokenizer)
+        env = Env(model, params, device)
+        if trace is None:
+            return cls(Runner(env, plan, limits, kv, check), checkpoint.tokenizer)
+        settings = {**asdict(limits), **asdict(cache), "num_blocks": plan.groups[0].num_blocks - 1}
+        about = {"model": name, "settings": settings}
+        runner = TracedRunner(env, plan, limits, kv, check, path=trace, about=about)
+        return cls(runner, checkpoint.tokenizer)
 
     @property
     def state(self) -> BatchState:

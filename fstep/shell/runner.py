@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
@@ -29,6 +30,7 @@ class StepReport:
 
     schedule: Schedule
     events: tuple[RowEvent, ...]
+    made: BatchState  #: with all that its phases made, some of it on the device
     state: BatchState  #: after the step
 
 
@@ -65,6 +67,14 @@ class Runner:
         self.sched = ops.abort(self.sched, self.state, request_id, reason)
         self._retire()
 
+    def fork(self, request_id: str, n: int = 1, request_ids: Sequence[str] | None = None) -> None:
+        """`n` copies of a request, which share its blocks and go on with other noise (see `ops.fork`)."""
+        self.state, self.sched = ops.fork(self.state, self.sched, request_id, n, request_ids)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """More tokens for a request, as if they had been in its prompt (see `ops.extend`)."""
+        self.state, self.sched = ops.extend(self.state, self.sched, request_id, token_ids)
+
     def update_weights(self, params: Tree) -> int:
         """Other parameters of the same model, in the form that `Env` wants; returns their version, one above.
 
@@ -83,9 +93,10 @@ class Runner:
         if self.state.kv_epoch != self.kv.epoch:  # a step raised after its forward
             self.state, self.sched = ops.revive(self.state, self.sched, self.kv)
         launched, sched, self.kv = ops.launch(self.state, self.sched, self.env, self.kv, self._check)
-        self.state, events = ops.collect(launched, self.env)
+        sampled = ops.sample(launched, self.env)
+        self.state, events = ops.commit(sampled, ops.fetch(sampled, self.env))
         self.sched = sched
-        report = StepReport(launched.need_step("step").schedule, events, self.state)
+        report = StepReport(launched.need_step("step").schedule, events, sampled, self.state)
         self._retire()
         return report
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -71,7 +72,7 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
         "I17": Invariant("a request reads no block but its own", ("check_isolated", "poison")),
         "I18": Invariant("each block is free, cached or held", ("check_conservation", "check_state")),
         "I19": Invariant("forks are isolated", ("check_forks",)),
-        "I20": Invariant("a trace replays", open="see docs/traces.md"),
+        "I20": Invariant("a trace replays", ("check_replays",)),
     }
 )
 
@@ -223,6 +224,17 @@ def check_forks(state: BatchState, sched: SchedState, env: Env, kv: KV, request_
     found = tokens_to_the_end(forked, more, clone, env)
     check_same("I19", "token_ids beside copies", {name: found.get(name, ()) for name in wanted}, wanted)
     check_same("I19", "token_ids on a clone", tokens_to_the_end(*lines[2], env), wanted)
+
+
+def check_replays(path: str | Path, runner: Any) -> None:
+    """I20: what a trace recorded comes out again on `runner`, a fresh `fstep.shell.Runner` on the same model and plan.
+
+    Needs torch. Raises `TraceError` for a file that is no trace, or not of such a runner.
+    """
+    from fstep.shell import Trace, replay
+
+    if found := replay(Trace.read(path), runner).difference:
+        raise CheckError("I20", f"step {found.step}, {found.phase}", found.field, found.left, found.right)
 
 
 def tokens_to_the_end(state: BatchState, sched: SchedState, kv: KV, env: Env) -> dict[str, tuple[int, ...]]:
