@@ -13,13 +13,14 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test oracle fuzz bench lint
+.PHONY: help demo test oracle fuzz mutants bench lint
 
 help:
 	@echo "make demo     five prompts of different lengths, answered at once by SmolLM2-135M-Instruct"
 	@echo "make test     the tests"
 	@echo "make oracle   greedy tokens against transformers, over the whole grid of batch and chunk sizes"
 	@echo "make fuzz     the property tests with many more examples"
+	@echo "make mutants  small faults planted in fstep.ops, and which of them no test notices"
 	@echo "make bench    the benchmarks, in short"
 	@echo "make lint     ruff, pyright and import-linter"
 
@@ -40,6 +41,9 @@ oracle: $(VENV)/.fstep-test
 
 fuzz: $(VENV)/.fstep-test
 	@$(PYTEST) tests/properties --hypothesis-profile=fuzz $(ARGS)
+
+mutants: $(VENV)/.fstep-test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
 
 bench: $(VENV)/.fstep-test
 	@for each in benchmarks/[!_]*.py; do $(BIN)/python $$each --quick $(ARGS) || exit; done

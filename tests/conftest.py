@@ -7,11 +7,18 @@ and prints how to draw a failing one again.
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("ci", max_examples=100, derandomize=True, database=None, deadline=None)
 settings.register_profile("fuzz", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=SLOW)
+settings.register_profile(
+    "mutants",
+    parent=settings.get_profile("ci"),
+    phases=(Phase.explicit, Phase.generate),
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("ci")
 
 FIGURES = pytest.StashKey[dict[str, Counter]]()
