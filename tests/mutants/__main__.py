@@ -10,7 +10,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tests = options.tests or [str(root / each) for each in TESTS]
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         code = pytest.main(["--hypothesis-profile=mutants", *tests], plugins=[hunt])
-    said(options.quiet)("")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(shown.getvalue())
         return 2
@@ -51,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report(hunt.verdicts, reasons, time.monotonic() - start))
     if strange:
         print(f"{EQUIVALENT.name} names mutants that no longer are:", *sorted(strange), sep="\n  ")
-    alive = survivors(hunt.verdicts, reasons)
-    few = len(alive) <= MOST * (len(hunt.verdicts) - len(equivalent(hunt.verdicts, reasons)))
-    return 0 if few and not strange and hunt.verdicts else 1
+    return 0 if few_live(hunt.verdicts, reasons) and not strange else 1
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,19 +72,16 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def said(quiet: bool):
-    """Shows one line of progress, in place of the one before on a terminal."""
-    last = 0.0
+def said(quiet: bool) -> Callable[[str], None]:
+    """Shows one line of progress, in place of the one before on a terminal; now and then a line elsewhere."""
+    terminal, last = sys.stderr.isatty(), 0.0
 
     def say(line: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if quiet or (line and now - last < (0.2 if sys.stderr.isatty() else 30)):
-            return
-        last = now
-        print(
-            f"\r\x1b[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr
-        )
+        if not quiet and now - last > (0.2 if terminal else 30):
+            last = now
+            sys.stderr.write(f"\r\x1b[K{line}\r" if terminal else f"{line}\n")
 
     return say
 
@@ -98,6 +92,12 @@ def equivalent(verdicts: Sequence[Verdict], reasons: dict[str, str]) -> list[Ver
 
 def survivors(verdicts: Sequence[Verdict], reasons: dict[str, str]) -> list[Verdict]:
     return [each for each in verdicts if each.lives and each.mutant.name not in reasons]
+
+
+def few_live(verdicts: Sequence[Verdict], reasons: dict[str, str]) -> bool:
+    """Whether there were mutants, and at most `MOST` of those that are not equivalent live."""
+    different = len(verdicts) - len(equivalent(verdicts, reasons))
+    return bool(verdicts) and len(survivors(verdicts, reasons)) <= MOST * different
 
 
 def report(verdicts: Sequence[Verdict], reasons: dict[str, str], seconds: float) -> str:
@@ -115,7 +115,9 @@ def report(verdicts: Sequence[Verdict], reasons: dict[str, str], seconds: float)
     lines.append(f"in {len(functions)} functions; {by_time} killed by the time limit; {seconds:.0f} s")
     share = len(alive) / max(len(verdicts) - len(same), 1)
     lines.append(f"alive: {share:.1%}, of those that are not equivalent")
-    lines += [f"  {each.mutant.operator}, {each.num_tests} tests: {each.mutant.name}" for each in alive]
+    lines += [
+        f"  {each.mutant.operator}, {each.num_met} of {each.num_calling} tests: {each.mutant.name}" for each in alive
+    ]
     wrong = [each for each in same if not each.lives]
     lines += [f"  called equivalent, killed by {each.killer}: {each.mutant.name}" for each in wrong]
     return "\n".join(lines)

@@ -68,7 +68,8 @@ class Verdict:
 
     mutant: Mutant
     killer: str | None  #: the test that failed, or what else ended it; None if it lives
-    num_tests: int  #: that call its function
+    num_met: int  #: tests that it was to meet
+    num_calling: int  #: tests that call its function
 
     @property
     def lives(self) -> bool:
@@ -122,18 +123,18 @@ class Hunt:
 
     def _hunt(self, known: Sequence[Known]) -> None:
         killers: dict[CodeType, list[str]] = {}
-        running: dict[int, tuple[Mutant, int, TextIO]] = {}
+        running: dict[int, tuple[Mutant, int, int, TextIO]] = {}
         todo = list(self.chosen)
         while todo or running:
             while todo and len(running) < self.jobs:
                 mutant = todo.pop(0)
                 code = function_of(mutant).__code__
-                first = killers.get(code, [])
-                tests = self._met_by(code, known, first)
+                calling = [each for each in known if code in each.calls]
+                tests = within(self.seconds, in_order(calling, killers.get(code, ())))
                 pid, pipe = forked(mutant, tests)
-                running[pid] = mutant, len(tests), pipe
+                running[pid] = mutant, len(tests), len(calling), pipe
             pid, status = os.wait()
-            mutant, num_tests, pipe = running.pop(pid)
+            mutant, num_met, num_calling, pipe = running.pop(pid)
             with pipe:
                 killer = pipe.read() or None
             if os.WIFSIGNALED(status):
@@ -141,16 +142,20 @@ class Hunt:
                 killer = "time" if what is signal.SIGALRM else what.name
             elif killer:
                 killers.setdefault(function_of(mutant).__code__, []).append(killer)
-            self.verdicts.append(Verdict(mutant, killer, num_tests))
+            self.verdicts.append(Verdict(mutant, killer, num_met, num_calling))
             alive = sum(each.lives for each in self.verdicts)
             self.say(f"{len(self.verdicts)} of {len(self.chosen)} mutants, {alive} alive")
 
-    def _met_by(self, code: CodeType, known: Iterable[Known], first: Sequence[str]) -> list[Known]:
-        """The tests that call a function, in the order in which they run against its mutants."""
-        tests = [each for each in known if code in each.calls]
-        tests.sort(key=lambda each: (each.item.nodeid not in first, each.seconds))
-        taken = itertools.accumulate(each.seconds for each in tests)
-        return [each for each, seconds in zip(tests, taken, strict=True) if seconds <= self.seconds]
+
+def in_order(tests: Iterable[Known], killers: Sequence[str]) -> list[Known]:
+    """First the tests that killed another mutant of the function, then the fastest."""
+    return sorted(tests, key=lambda each: (each.item.nodeid not in killers, each.seconds))
+
+
+def within(seconds: float, tests: Sequence[Known]) -> list[Known]:
+    """The first tests that take no more than so many seconds together, one at least."""
+    taken = itertools.accumulate(each.seconds for each in tests)
+    return [each for number, (each, end) in enumerate(zip(tests, taken, strict=True)) if not number or end <= seconds]
 
 
 def forked(mutant: Mutant, tests: Sequence[Known]) -> tuple[int, TextIO]:

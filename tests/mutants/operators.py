@@ -186,9 +186,6 @@ def mask_dropped(node: ast.AST, _place: Place) -> Iterator[ast.AST]:
         case ast.Call(ast.Attribute(attr="where"), [_, yes, no]):
             yield yes
             yield no
-        case ast.Call(ast.Attribute(attr="where", value=ast.Name(module)), [_, yes, no]) if module in ("np", "torch"):
-            yield yes
-            yield no
         case ast.IfExp(_, yes, no):
             yield yes
             yield no
@@ -206,13 +203,14 @@ def ends_in_raise(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Raise)
 
 
+COMMUTATIVE = ("min", "max", "minimum", "maximum", "array_equal", "logical_and", "logical_or")  #: functions
 NOT_COMMUTATIVE = ast.Sub | ast.FloorDiv | ast.Div | ast.Mod | ast.LShift | ast.RShift
 
 
 def swapped(node: ast.AST, _place: Place) -> Iterator[ast.AST]:
     """Two arguments, two fields or two operands in each other's place."""
     match node:
-        case ast.Call(func, args, keywords):
+        case ast.Call(func, args, keywords) if last_name(func) not in COMMUTATIVE:
             for index in range(len(args) - 1):
                 pair = args[index : index + 2]
                 if not any(isinstance(each, ast.Starred) for each in pair):
@@ -229,6 +227,11 @@ def swapped(node: ast.AST, _place: Place) -> Iterator[ast.AST]:
             yield ast.BinOp(right, op, left)
         case _:
             pass
+
+
+def last_name(function: ast.AST) -> str:
+    """`minimum` of `np.minimum`."""
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def exchanged(values: list[Any], index: int) -> list[Any]:

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.mutants.__main__ import PACKAGE, report, survivors
-from tests.mutants.hunt import Verdict, function_of, mutants_of, one_of_each, shuffled
+from tests.mutants.__main__ import PACKAGE, few_live, report, survivors
+from tests.mutants.hunt import Known, Verdict, function_of, in_order, mutants_of, one_of_each, shuffled, within
 from tests.mutants.operators import OPERATORS, mutants
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +58,32 @@ def test_every_function_of_ops_has_mutants_and_their_names_are_unique():
 
 def test_the_report_counts_and_names_what_lives():
     first, second, third = list(mutants("def f(n):\n  return n + 3", "m"))[:3]
-    verdicts = [Verdict(first, "a test", 4), Verdict(second, None, 4), Verdict(third, None, 4)]
+    verdicts = [Verdict(first, "a test", 4, 4), Verdict(second, None, 3, 4), Verdict(third, None, 4, 4)]
     reasons = {third.name: "the same"}
     assert [each.mutant for each in survivors(verdicts, reasons)] == [second]
     shown = report(verdicts, reasons, 1.0)
     assert "alive: 50.0%" in shown
-    assert second.name in shown
+    assert f"3 of 4 tests: {second.name}" in shown
+    assert not few_live(verdicts, reasons)
+    assert few_live(verdicts[:1], {})
+    assert not few_live([], {})
     assert third.name not in shown
+
+
+def test_a_mutant_meets_killers_first_then_the_fastest_and_one_test_at_least():
+    slow, fast, killer = (
+        Known(SimpleNamespace(nodeid=name), seconds, frozenset())
+        for name, seconds in (("slow", 30.0), ("fast", 1.0), ("killer", 5.0))
+    )
+    assert in_order([slow, fast, killer], ["killer"]) == [killer, fast, slow]
+    assert within(6, [killer, fast, slow]) == [killer, fast]
+    assert within(6, [slow]) == [slow]
+    assert within(6, []) == []
+
+
+def test_what_may_be_exchanged_without_a_change_makes_no_mutant():
+    made = list(mutants("def f(n):\n  return min(n, np.maximum(n, 5)) + n", "m"))
+    assert [each for each in made if each.operator == "swapped"] == []
 
 
 def test_a_hunt_kills_what_the_tests_see():
