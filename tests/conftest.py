@@ -4,6 +4,7 @@
 and prints how to draw a failing one again.
 """
 
+import signal
 from collections import Counter
 
 import pytest
@@ -28,6 +29,7 @@ FINDINGS = pytest.StashKey[dict[str, object]]()
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would `fstep`
     config.stash[FIGURES] = {}
     config.stash[FINDINGS] = {}
 
