@@ -2,10 +2,12 @@
 #
 #   PYTHON=python3.12   the Python to make it with, 3.11 or later
 #   VENV=DIR            where it lies
+#   PEERS=DIR           where the other engines lie, each in an environment of its own
 #   ARGS="-k sample"    more arguments for pytest, or for the benchmarks
 
 PYTHON ?= python3
 VENV ?= .venv
+PEERS ?= .peers
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test oracle fuzz mutants bench lint
+.PHONY: help demo test oracle fuzz mutants peers test-peers bench lint
 
 help:
 	@echo "make demo     five prompts of different lengths, answered at once by SmolLM2-135M-Instruct"
@@ -21,6 +23,7 @@ help:
 	@echo "make oracle   greedy tokens against transformers, over the whole grid of batch and chunk sizes"
 	@echo "make fuzz     the property tests with many more examples"
 	@echo "make mutants  small faults planted in fstep.ops, and which of them no test notices"
+	@echo "make test-peers  the property tests' state machine against vLLM's own scheduler (make peers installs it)"
 	@echo "make bench    the benchmarks, in short"
 	@echo "make lint     ruff, pyright and import-linter"
 
@@ -44,6 +47,12 @@ fuzz: $(VENV)/.fstep-test
 
 mutants: $(VENV)/.fstep-test
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
+
+peers: $(PEERS)/vllm/.fstep-peer
+
+test-peers: peers
+	@PYTHONPATH=. $(PEERS)/vllm/bin/python -m pytest peers/vllm -s -o addopts=--import-mode=importlib \
+	  -o filterwarnings=default $(ARGS)
 
 bench: $(VENV)/.fstep-test
 	@for each in benchmarks/[!_]*.py; do $(BIN)/python $$each --quick $(ARGS) || exit; done
@@ -81,3 +90,12 @@ $(VENV)/.fstep-%: pyproject.toml constraints.txt $(wildcard fstep/shell/native/*
 	@trap 'exit 130' INT TERM; { $(INSTALL) -e '.[$*]' && $(MODEL_$*); } || \
 	  { code=$$?; rm -f $(VENV)/.installing; exit $$code; }
 	@touch $@ && rm $(VENV)/.installing
+
+# A peer: what its file names, without the dependencies that its own torch can't load and a scheduler doesn't need.
+
+$(PEERS)/%/.fstep-peer: peers/%/requirements.txt
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@echo "Installing $* into $(@D): once, some minutes"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --no-input -qq install -r $<
+	@$(@D)/bin/python -m pip --disable-pip-version-check --no-input -qq uninstall -y torchvision torchaudio torchcodec
+	@touch $@

@@ -146,8 +146,8 @@ EVENTS: tuple[Event, ...] = (
     Event("ended by its length", "", lambda s: FinishReason.LENGTH in s.ended.values()),
     Event("no block left", "pools", _no_block_left),
     Event("padded step", "batch", _padded),
-    Event("prefix hit", "batch", lambda s: any(turn.num_computed for turn in s.turns if turn.request_id in s.new)),
-    Event("full-prompt hit", "batch", _full_prompt_hit),
+    Event("prefix hit", "schedule", lambda s: any(turn.num_computed for turn in s.turns if turn.request_id in s.new)),
+    Event("full-prompt hit", "schedule", _full_prompt_hit),
 )
 
 

@@ -36,6 +36,8 @@ class Life:
     num_computed: int = 0  #: tokens, as the schedules have it
     preemptions: int = 0
     finish_reason: str | None = None
+    gone: bool = False  #: a schedule named it as finished
+    behind: bool = False  #: the former request of its id isn't gone yet: its end and this one may come in one schedule
 
     @property
     def open(self) -> bool:
@@ -75,7 +77,9 @@ class Turn:
 
 
 def after_add(lives: Lives, request: NewRequest) -> Lives:
-    return {**lives, request.request_id: Life(request, again=request.request_id in lives)}
+    former = lives.get(request.request_id)
+    behind = former is not None and not former.gone
+    return {**lives, request.request_id: Life(request, again=former is not None, behind=behind)}
 
 
 def after_abort(lives: Lives, request_id: str) -> Lives:
@@ -92,7 +96,7 @@ def scheduled(lives: Lives, report: StepReport) -> Lives:
         return _in_batch(lives, report.batch)
     after = dict(lives)
     for each in todo.finished:
-        _need(after, each.request_id, "finished", (LifePhase.ENDED, LifePhase.ABORTED))
+        after[each.request_id] = _finished(after, each.request_id)
     for name in todo.preempted:
         life = _need(after, name, "preempted", (LifePhase.RUNNING, LifePhase.ABORTED))
         phase = LifePhase.PREEMPTED if life.open else life.phase
@@ -102,6 +106,14 @@ def scheduled(lives: Lives, report: StepReport) -> Lives:
         life = _need(after, name, verb, (phase,))
         after[name] = evolve(life, phase=LifePhase.RUNNING, num_computed=hits[name])
     return after
+
+
+def _finished(lives: Lives, name: str) -> Life:
+    """The life of an id once a schedule named it as finished: its newest request is gone, or the one before it."""
+    life = lives.get(name)
+    if life is not None and life.behind and life.phase is LifePhase.WAITING:
+        return evolve(life, behind=False)
+    return evolve(_need(lives, name, "finished", (LifePhase.ENDED, LifePhase.ABORTED)), gone=True)
 
 
 def _in_batch(lives: Lives, batch: BatchArrays | None) -> Lives:

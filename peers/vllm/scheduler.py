@@ -1,8 +1,7 @@
 """vLLM's own scheduler and KV-cache manager (0.32, V1) as a runner of `fstep.testing`, over a hash model.
 
-`VllmRunner` lays out the batch from each `SchedulerOutput` as a worker does, from what it was told of each request
-since it came; the pages are a `HashCache`, so a block or a length that is wrong becomes a wrong token, or a cell that
-nobody wrote. vLLM ends the requests itself.
+Each `SchedulerOutput` becomes a `Schedule` by `from_vllm`, and fstep lays out its batch; the pages are a `HashCache`,
+so a block or a count that is wrong becomes a wrong token, or a cell that nobody wrote. vLLM ends the requests itself.
 """
 
 from __future__ import annotations
@@ -14,19 +13,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from attrs import define, field
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from fstep.state import FinishReason, KVGroup, NewRequest
+from fstep import ops
+from fstep.interop import from_vllm
+from fstep.ops.checks import arrays_of
+from fstep.state import I32, BatchState, FinishReason, KVGroup, NewRequest, Plan, Sampled, Schedule, i32
 from fstep.testing import (
     BatchArrays,
     HashCache,
@@ -82,16 +83,6 @@ def config_of(
     return made
 
 
-@define
-class Row:
-    """What a worker knows of a request."""
-
-    request: NewRequest
-    known: list[int]  #: prompt and output
-    num_computed: int
-    blocks: list[int] = field(factory=list)
-
-
 class VllmRunner:
     """A `Runner`. Raises `ValueError` for a request that vLLM's front end would refuse."""
 
@@ -113,9 +104,10 @@ class VllmRunner:
         self.hasher = get_request_block_hasher(block_size, sha256) if prefix_caching else None
         self.scheduler = self.scheduler_of(config, layout)
         self.model = HashModel(VOCAB_SIZE, max_model_len)
-        self.cache = HashCache(self.model, (KVGroup(num_blocks, block_size),))
+        groups = (KVGroup(num_blocks, block_size),)
+        self.cache = HashCache(self.model, groups)
         self.asked: dict[str, NewRequest] = {}
-        self.rows: dict[str, Row] = {}
+        self.state = BatchState.empty(Plan(VOCAB_SIZE, max_model_len, groups))
 
     def scheduler_of(self, config: VllmConfig, layout: KVCacheConfig) -> Scheduler:
         return Scheduler(
@@ -143,7 +135,9 @@ class VllmRunner:
             ignore_eos=True,
         )
         self.asked[name] = request
-        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
+        self.scheduler.add_request(
+            Request(name, prompt, params, None, block_hasher=self.hasher, priority=request.priority)
+        )
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -152,84 +146,37 @@ class VllmRunner:
         return self.scheduler.has_unfinished_requests()
 
     def step(self) -> StepReport:
-        todo = self.scheduler.schedule()
+        output = self.scheduler.schedule()
         pools = (self.pool(),)
-        self.told(todo)
-        names = list(todo.num_scheduled_tokens)
-        if not names:
-            self.scheduler.update_from_output(todo, ModelRunnerOutput([], {}))
-            return StepReport((), pools=pools)
-        rows = [self.rows[name] for name in names]
-        counts = [todo.num_scheduled_tokens[name] for name in names]
-        batch = self.batch(names, rows, counts)
-        ids = [row.known[row.num_computed :][:count] for row, count in zip(rows, counts, strict=True)]
-        logits = self.cache.forward(batch, np.concatenate(ids).astype(np.int32))
-        sampled = [self.token_of(row, count, each) for row, count, each in zip(rows, counts, logits, strict=True)]
-        for row, count, made in zip(rows, counts, sampled, strict=True):
-            row.num_computed += count
-            row.known += made
-        by_name = {name: number for number, name in enumerate(names)}
-        ended = self.scheduler.update_from_output(todo, ModelRunnerOutput(names, by_name, sampled))
-        outputs = [each for client in ended.values() for each in client.outputs]
-        reports = [
-            StepOutput(each.request_id, tuple(each.new_token_ids), str(each.finish_reason) if each.finished else None)
-            for each in outputs
+        todo = from_vllm(output, self.state)
+        state = ops.build_meta(ops.pad(ops.prepare(self.state, todo)))
+        batch = arrays_of(state)
+        self.forget_new(todo, batch.num_computed_tokens)
+        sampled = self.sampled(state, batch)
+        self.state, _ = ops.commit(state, sampled)
+        by_name = {name: number for number, name in enumerate(todo.request_ids)}
+        given = [ids.tolist()[:count] for ids, count in zip(sampled.token_ids, sampled.num_sampled, strict=True)]
+        clients = self.scheduler.update_from_output(output, ModelRunnerOutput([*by_name], by_name, given))
+        outputs = [as_output(each) for client in clients.values() for each in client.outputs]
+        return StepReport(outputs, todo, batch, pools)
+
+    def forget_new(self, todo: Schedule, num_computed_tokens: I32) -> None:
+        """What lies in new blocks, those of a prefix hit apart, was somebody else's."""
+        entering = {each.request_id for each in (*todo.new, *todo.resumed)}
+        for b, name in enumerate(todo.request_ids):
+            hit = num_computed_tokens[b] // self.block_size if name in entering else 0
+            self.cache.forget(0, todo.new_blocks[0][b][hit:])
+
+    def sampled(self, state: BatchState, batch: BatchArrays) -> Sampled:
+        """A token for each request that is computed to its end."""
+        inputs = state.need_step("sampled").inputs
+        logits = self.cache.forward(batch, inputs.token_ids)
+        drawn = [
+            reference_token(each, self.asked[name].sampling, int(end))
+            for each, name, end in zip(logits, batch.request_ids, batch.seq_lens, strict=True)
         ]
-        return StepReport(reports, batch=batch, pools=pools)
-
-    def told(self, todo: SchedulerOutput) -> None:
-        """Takes over what the scheduler says of the requests."""
-        for name in todo.finished_req_ids:
-            self.rows.pop(name, None)
-        for new in todo.scheduled_new_reqs:
-            known = list(new.prefill_token_ids or new.prompt_token_ids)
-            row = self.rows[new.req_id] = Row(self.asked[new.req_id], known, new.num_computed_tokens)
-            self.take(row, new.block_ids[0], resumed=True)
-        cached = todo.scheduled_cached_reqs
-        for name, computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            row = self.rows[name]
-            row.num_computed = computed
-            self.take(row, blocks[0] if blocks else [], name in cached.resumed_req_ids)
-
-    def take(self, row: Row, blocks: list[int], resumed: bool) -> None:
-        """New blocks of a request. Those behind its prefix hit hold nothing that anybody may read."""
-        row.blocks = [] if resumed else row.blocks
-        hit = row.num_computed // self.block_size if resumed else 0
-        row.blocks += blocks
-        self.cache.forget(0, np.array(blocks[hit:], np.int32))
-
-    def token_of(self, row: Row, count: int, logits: np.ndarray) -> list[int]:
-        """The token of a request that is computed to its end; none of one whose prompt goes on."""
-        if row.num_computed + count < len(row.known):
-            return []
-        return [reference_token(logits, row.request.sampling, len(row.known), row.request.sample_index)]
-
-    def batch(self, names: list[str], rows: list[Row], counts: list[int]) -> BatchArrays:
-        computed = np.array([row.num_computed for row in rows], np.int32)
-        known = np.array([len(row.known) for row in rows], np.int32)
-        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        table = np.zeros((len(rows), -(-self.max_model_len // self.block_size)), np.int32)
-        for b, row in enumerate(rows):
-            table[b, : len(row.blocks)] = row.blocks
-        of_token = np.repeat(np.arange(len(rows)), counts).astype(np.int32)
-        positions = (np.arange(starts[-1]) - starts[of_token] + computed[of_token]).astype(np.int32)
-        slots = table[of_token, positions // self.block_size] * self.block_size + positions % self.block_size
-        return BatchArrays(
-            row_of_token=of_token,
-            positions=positions,
-            query_start_loc=starts,
-            seq_lens=computed + np.diff(starts),
-            logits_indices=starts[1:] - 1,
-            slot_mapping=(slots.astype(np.int32),),
-            block_tables=(table,),
-            block_sizes=(self.block_size,),
-            num_computed_tokens=computed,
-            discard=computed + np.diff(starts) < known,
-            num_known_tokens=known,
-            request_ids=tuple(names),
-        )
+        tokens = np.where(inputs.discard, -1, np.array(drawn, np.int32))
+        return Sampled(i32(tokens)[:, None], i32(~inputs.discard), i32(np.zeros(len(tokens))))
 
     def pool(self) -> PoolView:
         """The block pool once the schedule was made."""
@@ -245,3 +192,8 @@ class VllmRunner:
             np.array([each.block_id for each in queue if each.block_hash is not None], np.int32),
             counts,
         )
+
+
+def as_output(output: EngineCoreOutput) -> StepOutput:
+    reason = str(output.finish_reason) if output.finished else None
+    return StepOutput(output.request_id, tuple(output.new_token_ids), reason)
